@@ -24,7 +24,7 @@ from exlm import Config, ExlmError, Model, spec
 from exlm.checkpoint.gguf_tensor_names import gguf_tensor_names
 from exlm.families import FAMILIES, ConfigReader, build_spec
 from exlm.families.gguf import config_from_metadata
-from exlm.kernels.reference.rope import frequencies
+from exlm.kernels.reference import frequencies
 from exlm.spec.weight_roles import matrices
 from tests.checkpoint.gguf_models import VARIANTS, metadata
 from tests.models.zoo_cases import CASES, Case

@@ -13,7 +13,7 @@ from exlm import spec
 from exlm.errors import ConfigError, UnknownArchitecture
 from exlm.families import ConfigReader, build_spec
 from exlm.families.gguf import ARCHITECTURES, config_from_metadata
-from exlm.kernels.reference.rope import frequencies
+from exlm.kernels.reference import frequencies
 
 
 def as_float32(value: float) -> float:

@@ -73,6 +73,7 @@ class ScriptedCache:
 
     max_seq_len: int = 4096
     batch_size: int = 1
+    page_size: int = 256
     last_writer: object = None
 
 

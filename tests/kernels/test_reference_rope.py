@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exlm import spec
-from exlm.kernels.reference.rope import RotaryEmbedding, frequencies
+from exlm.kernels.reference import RotaryEmbedding, frequencies
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from exlm.errors import BadTensor
 from exlm.formats import DenseWeight, Weight
-from exlm.model.prefetch import IN_FLIGHT_DIVISOR, MAX_IN_FLIGHT, WeightPrefetcher
+from exlm.model.builder import IN_FLIGHT_DIVISOR, MAX_IN_FLIGHT, WeightPrefetcher
 
 ROLES = [f"layers.{i}" for i in range(30)]
 
@@ -54,7 +54,7 @@ def test_any_order_gives_every_weight_once(order: list[str]) -> None:
 
 
 def test_without_threads_the_caller_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exlm.model.prefetch.readers", lambda total: 0)
+    monkeypatch.setattr("exlm.model.builder.readers", lambda total: 0)
     shelf, before = WeightStore(broken=ROLES[2]), threading.active_count()
     with make_prefetcher(shelf) as ahead:
         assert not shelf.read_roles

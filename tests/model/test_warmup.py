@@ -12,7 +12,7 @@ import torch
 from exlm import Config, Model
 from exlm.model import instance as loading
 from exlm.model.decoder import Decoder
-from exlm.model.warmup import Warmup, run_one_token
+from exlm.model.instance import Warmup, run_one_token
 from exlm.nn.block import no_transfer
 from tests import tiny
 

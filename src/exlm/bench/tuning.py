@@ -25,7 +25,7 @@ from .benchmark import BenchmarkConfig, ProgressCallback, loaded_model
 BATCH_SIZES = (1, 8)
 """Batch sizes of the timed passes; their sum must improve."""
 
-CONTEXT, PAGE = 512, 256
+CONTEXT = 512
 WARMUP_PASSES, TIMED_PASSES, REPEATS = 3, 20, 5
 MIN_GAIN = 0.002
 """The share of the time that a change must save; less counts as noise."""
@@ -138,8 +138,8 @@ class _PassTimer:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        pages = -(-CONTEXT // PAGE)
-        self._cache = Cache(model, max_seq_len=max(BATCH_SIZES) * pages * PAGE)
+        pages = -(-CONTEXT // Cache.page_size)
+        self._cache = Cache(model, max_seq_len=max(BATCH_SIZES) * pages * Cache.page_size)
         self._texts = [
             _TimedSequence(list(range(row * pages, (row + 1) * pages))) for row in range(max(BATCH_SIZES))
         ]

@@ -12,7 +12,6 @@ from .. import CacheBase, Generator, Job, Settings, Tokenizer
 from .synthetic import token_cycle
 from .timers import TimedModel
 
-PAGE = 256
 WARMUP_STEPS = 3
 """Decode steps before timing starts: kernels may still be compiled in them."""
 
@@ -31,7 +30,7 @@ class Timing(NamedTuple):
 
 def tokens_needed(batch: int, context: int, new: int) -> int:
     """Cache size for a batch, in tokens: whole pages for every row."""
-    return batch * -(-(context + new + TAIL_TOKENS) // PAGE) * PAGE
+    return batch * -(-(context + new + TAIL_TOKENS) // CacheBase.page_size) * CacheBase.page_size
 
 
 def prompt_ids(row: int, count: int, vocab: int, repetitive: bool = False) -> torch.Tensor:

@@ -15,7 +15,6 @@ from exlm import InputError
 if TYPE_CHECKING:
     import torch
 
-PAGE = 256
 LONG_PROMPT = 2048
 """Prompts of more tokens than this get a progress bar."""
 
@@ -95,9 +94,10 @@ class ModelSession:
         model = exlm.Model(self.config)
         model.load(progress=not self.quiet)
         self.max_tokens = min(length, prompt + new)
-        pages = -(-self.max_tokens // PAGE)
+        page_size = exlm.CacheBase.page_size
+        pages = -(-self.max_tokens // page_size)
         self.generator = exlm.Generator(
-            model, exlm.CACHES["fp16"](model, max_seq_len=pages * PAGE), self.tokenizer
+            model, exlm.CACHES["fp16"](model, max_seq_len=pages * page_size), self.tokenizer
         )
 
     def stream_sampled(

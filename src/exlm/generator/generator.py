@@ -18,7 +18,6 @@ from .page_table import PageTable
 from .results import Result, ResultQueue, StreamingResult, error_result
 from .speculative import Drafter, ModelDrafter, NgramDrafter
 from .validation import (
-    PAGE,
     at_least,
     cache_tokens,
     check_components,
@@ -87,15 +86,17 @@ class Generator:
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.current_loras: list[Any] | None = None
-        self.paged, self.page_size = paged, PAGE
+        self.paged, self.page_size = paged, int(cache.page_size)
         self.padded_vocab_size = -(-model.config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         default_rows = max(1, model.config.max_input_len // at_least("max_q_size", max_q_size, 1))
         rows = at_least("max_batch_size", max_batch_size or default_rows, 1)
         self.max_batch_size = rows if paged else 1
         self.max_seq_len = resolve_max_seq_len(max_seq_len, model.max_seq_len)
-        self.max_chunk_size = resolve_chunk_size(max_chunk_size, model.config.max_input_len, paged)
+        self.max_chunk_size = resolve_chunk_size(
+            max_chunk_size, model.config.max_input_len, self.page_size, paged
+        )
         self.max_total_tokens = cache_tokens(cache)
-        self.max_pages = self.max_total_tokens // PAGE
+        self.max_pages = self.max_total_tokens // self.page_size
         self.max_queue = None if max_queue is None else at_least("max_queue", max_queue, 1)
         drafter = self._make_drafter(use_ngram_draft, max_ngram)
         default_draft_tokens = max(1, max_q_size - 1) if use_ngram_draft else DEFAULT_DRAFT_TOKENS
@@ -106,7 +107,7 @@ class Generator:
         )
         self._engine = EngineCore(
             model.runner(cache),
-            PageTable(self.max_pages, PAGE),
+            PageTable(self.max_pages, self.page_size),
             tokenizer,
             model.config.vocab_size,
             max_batch_size=self.max_batch_size,
@@ -226,7 +227,7 @@ class Generator:
 
     def max_sequence_length(self, num_sequences: int = 1) -> int:
         """How long, prompt and answer together, so many sequences of one job may become in an empty cache."""
-        return min(self.max_seq_len, self.max_pages // num_sequences * PAGE)
+        return min(self.max_seq_len, self.max_pages // num_sequences * self.page_size)
 
     def cap_new_tokens(self, prompts: Sequence[Any], max_new_tokens: Any) -> Any:
         """`max_new_tokens`, or with a warning as many as the model's length leaves behind (1, n) prompts.

@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import InputError
 from .results import StreamingResult
 
-PAGE = 256
-
 
 def prompt_list(prompt: Any) -> list[Any]:
     """Every prompt that was given, a string or a pair of them each."""
@@ -84,13 +82,13 @@ def resolve_max_seq_len(requested: int | None, limit: int) -> int:
     return length
 
 
-def resolve_chunk_size(requested: int | None, limit: int, paged: bool) -> int:
+def resolve_chunk_size(requested: int | None, limit: int, page_size: int, paged: bool) -> int:
     """How much of a prompt is read in a round: whole pages, unless sequences run one at a time."""
     if requested is None:
-        return max(PAGE, limit // PAGE * PAGE)
+        return max(page_size, limit // page_size * page_size)
     count = at_least("max_chunk_size", requested, 1)
-    if count > limit or (paged and count % PAGE):
-        pages = f"a multiple of {PAGE} and " if paged else ""
+    if count > limit or (paged and count % page_size):
+        pages = f"a multiple of {page_size} and " if paged else ""
         raise InputError(
             f"max_chunk_size must be {pages}at most the model's max_input_len of {limit}, received {count}."
         )
@@ -101,6 +99,8 @@ def cache_tokens(cache: Any) -> int:
     """How many tokens a cache has room for, in whole pages."""
     if cache.batch_size != 1:
         raise InputError(f"Generator requires a cache with batch_size = 1, found {cache.batch_size}.")
-    if cache.max_seq_len % PAGE:
-        raise InputError(f"cache.max_seq_len must be a multiple of {PAGE}, received {cache.max_seq_len}.")
+    if cache.max_seq_len % cache.page_size:
+        raise InputError(
+            f"cache.max_seq_len must be a multiple of {cache.page_size}, received {cache.max_seq_len}."
+        )
     return int(cache.max_seq_len)

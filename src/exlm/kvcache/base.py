@@ -99,6 +99,9 @@ class CacheBase(ABC):
     scripts: the model decides both, and a contradicting value is an error.
     """
 
+    page_size: ClassVar[int] = PAGE_SIZE
+    """Tokens in a page."""
+
     has_scales: ClassVar[bool] = False
     """Whether stored numbers have scales."""
 

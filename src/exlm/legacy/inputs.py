@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..model import Model
+from ..model.inputs import EMBED_HERE
 from ..multimodal import EMBEDDING_INDEX, MMEmbedding
 
 
@@ -94,10 +95,6 @@ def _padding_from_mask(visible: Tensor) -> list[int]:
         if count == len(row) or bool(row[:count].any()):
             raise InputError("input_mask may hide only padding on the left, not tokens of the prompt.")
     return counts
-
-
-EMBED_HERE = "{{EMBED_HERE}}"
-"""The placeholder in a prompt for its `input_embeddings`."""
 
 
 def embed_in_texts(model: Model, given: Any, prompts: Sequence[str]) -> list[tuple[str, list[MMEmbedding]]]:

@@ -161,8 +161,8 @@ class CudaGraphRunner:
         except RuntimeError as error:
             self._disabled = True
             warnings.warn(
-                f"Decoding goes on launch by launch, which is slower: no pass could be recorded ({error}). "
-                "EXLLAMA_NO_GRAPHS=1 asks for that without this warning.",
+                f"A decode step could not be captured as a CUDA graph ({error}): decoding "
+                "runs without graphs, which is slower. EXLLAMA_NO_GRAPHS=1 does that without this warning.",
                 stacklevel=2,
             )
             return

@@ -102,8 +102,8 @@ def prompt_mrope_positions(
     model: spec.Model, ids: Sequence[int], embeddings: Sequence[MMEmbedding], start: int = 0
 ) -> Tensor | None:
     """(3, ids) M-RoPE positions if images make them differ from plain ones, else None."""
-    pictures = any(one.thw_grid is not None for one in embeddings)
-    return mrope_positions(ids, embeddings, start) if pictures and uses_mrope(model) else None
+    has_images = any(one.thw_grid is not None for one in embeddings)
+    return mrope_positions(ids, embeddings, start) if has_images and uses_mrope(model) else None
 
 
 @dataclass(frozen=True)

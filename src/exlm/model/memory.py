@@ -198,19 +198,19 @@ def split_capacities(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[flo
     ]
 
 
-def for_devices(name: str, numbers: Sequence[float], slots: Sequence[DeviceInfo]) -> Sequence[float]:
+def for_devices(name: str, numbers: Sequence[float], device_infos: Sequence[DeviceInfo]) -> Sequence[float]:
     """The numbers of a list that have a device; the rest is ignored with a warning.
 
     Programs written for several GPUs pass such lists on machines with one, too.
     """
-    beyond = list(numbers[len(slots) :])
+    beyond = list(numbers[len(device_infos) :])
     if beyond:
         log.warning(
             "%s has %d numbers, and only %d of them for devices that are here (%s): %s is ignored. More "
             'devices are used if they are named, as in config.device = "cuda:0,cuda:1,cpu".',
-            *(name, len(numbers), len(slots), ", ".join(slot.name for slot in slots), beyond),
+            *(name, len(numbers), len(device_infos), ", ".join(info.name for info in device_infos), beyond),
         )
-    return numbers[: len(slots)]
+    return numbers[: len(device_infos)]
 
 
 def check_gpu_split(gpu_split: object) -> None:
@@ -319,26 +319,30 @@ def _activation_bytes(config: FrozenConfig, layer: spec.Layer, profile: ComputeP
     return total
 
 
-def check_rotary_tables(config: FrozenConfig, slots: Sequence[DeviceInfo]) -> None:
+def check_rotary_tables(config: FrozenConfig, module_devices: Sequence[DeviceInfo]) -> None:
     """DoesNotFit if the RoPE tables of a device's layers take too much of its memory."""
     length = config.max_seq_len
-    for slot in {id(one): one for one in slots}.values():
-        needed, most = _bytes_for_position(config.spec, slots, slot) * length, max(SMALL, slot.free // SHARE)
+    for device_info in {id(one): one for one in module_devices}.values():
+        needed = _bytes_for_position(config.spec, module_devices, device_info) * length
+        most = max(SMALL, device_info.free // SHARE)
         if needed > most:
             raise DoesNotFit(
                 f"{config.path}: config.max_seq_len is {length:,}, and rotary tables for so many positions "
-                f"take {format_bytes(needed)} on {slot.name}, which has {format_bytes(slot.free)} free. Set "
-                "config.max_seq_len to the longest sequence you want before loading: with at most "
+                f"take {format_bytes(needed)} on {device_info.name}, which has "
+                f"{format_bytes(device_info.free)} free. Set config.max_seq_len to the longest sequence "
+                "you want before loading: with at most "
                 f"{most * length // needed:,} the tables leave room for weights and cache."
             )
 
 
-def _bytes_for_position(model: spec.Model, slots: Sequence[DeviceInfo], slot: DeviceInfo) -> int:
+def _bytes_for_position(
+    model: spec.Model, module_devices: Sequence[DeviceInfo], device_info: DeviceInfo
+) -> int:
     """Peak bytes that one position takes while the RoPE tables of a device's layers are made."""
-    at = zip(slots[1:], model.layers, strict=False)
-    ropes = {layer.attn.rope for place, layer in at if place is slot and layer.attn.rope is not None}
+    layers = zip(module_devices[1:], model.layers, strict=False)
+    ropes = {layer.attn.rope for device, layer in layers if device is device_info and layer.attn.rope}
     widths = [rope.dim for rope in ropes]
-    # Two numbers of four bytes for each pair of dimensions. On a CPU, which makes them, as much again lies
-    # beside the last table for a while: the angles, and a product.
-    making = max(widths, default=0) if slot.device.type == "cpu" else 0
+    # Two float32 numbers for each pair of dimensions. A CPU makes the tables: angles and a product of the
+    # last table's size are in memory for a while.
+    making = max(widths, default=0) if device_info.device.type == "cpu" else 0
     return 4 * (sum(widths) + making)

@@ -182,7 +182,7 @@ class Model(Loader):
         chunk. An `abort_event` that is set ends the call between chunks and returns None. `input_mask` hides
         keys (as made by `tokenizer.padding_mask`), `position_offsets` shifts each row's positions,
         `positions` replaces them. `loras` change every row. `indexed_embeddings` are laid over their ids;
-        pictures are placed as if the cache held text, so later calls for the same tokens pass `positions`.
+        images get positions as if the cache held text, so later calls for the same tokens pass `positions`.
         A list of caches has one for each row.
         """
         if cache is not None and not isinstance(cache, CacheBase):

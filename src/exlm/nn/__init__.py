@@ -9,9 +9,8 @@ only.
 from .attention import AllHeadsNorm, Attention, ClampedQkv, PerHeadNorm, QkvProjection
 from .batch import Batch, LoraRef, VectorSpan
 from .block import Block, ParallelBlock
-from .linear import Linear
+from .linear import Embedding, Head, Linear
 from .mlp import Expert, Experts, GatedMlp, MoeMlp, PlainMlp
-from .vocab import Embedding, Head
 
 __all__ = [
     "AllHeadsNorm",

@@ -19,9 +19,8 @@ from ..kernels import interface as b
 from .attention import Attention, QkvProjection, no_qk_norm
 from .batch import Batch
 from .block import Block, BlockLike
-from .linear import Linear
+from .linear import Head, Linear
 from .mlp import GatedMlp, MlpLike, MoeMlp
-from .vocab import Head
 
 
 class ComposedGate(b.FusedLinear):

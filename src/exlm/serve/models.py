@@ -17,7 +17,6 @@ from exlm import (
     find_model,
 )
 
-PAGE = 256
 DEFAULT_MAX_SEQ_LEN = 8192
 ALL_MEMORY_GB = 1 << 19
 """What a tensor-parallel rank may use of its device: no limit."""
@@ -73,7 +72,7 @@ def load(spec: ModelSpec, progress: bool = False, tensor_parallel: int = 1) -> G
     config = _config(spec, spec.path, spec.max_seq_len, progress)
     tokenizer = Tokenizer(config)
     cache_tokens = spec.cache_tokens or 4 * config.max_seq_len
-    cache_tokens = -(-cache_tokens // PAGE) * PAGE
+    cache_tokens = -(-cache_tokens // CacheBase.page_size) * CacheBase.page_size
     options: dict[str, Any] = {"max_batch_size": spec.max_batch_size}
     if spec.draft == "ngram":
         options["use_ngram_draft"] = True

@@ -19,9 +19,8 @@ from exlm.errors import Unsupported
 from exlm.kernels import interface as b
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.cpu.ops import PackedLinear
-from exlm.nn import Block
+from exlm.nn import Block, Head
 from exlm.nn.fused import FusedBlock, FusedHead
-from exlm.nn.vocab import Head
 
 CPU = torch.device("cpu")
 

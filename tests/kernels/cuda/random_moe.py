@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exlm import spec
 from exlm.formats.packed import PackedWeight
-from exlm.kernels.reference.backend import ACTIVATIONS, ReferenceMoe
+from exlm.kernels.reference import ACTIVATIONS, ReferenceMoe
 from tests.kernels.cuda.random_weights import matrix, segment
 
 Parts = list[tuple[int, list[int]]]

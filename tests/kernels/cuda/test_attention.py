@@ -12,8 +12,7 @@ from torch import Tensor
 
 from exlm import spec
 from exlm.kernels.cuda.attention import PagedDecodeAttention, SplitConfig, SplitCounters, default_split_config
-from exlm.kernels.reference import ReferenceBackend
-from exlm.kernels.reference.rope import RotaryEmbedding
+from exlm.kernels.reference import ReferenceBackend, RotaryEmbedding
 from exlm.kvcache.layer import CacheLayer
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.prepacked_oracle import input_layout, read_back

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import spec
 from ..interface import AttentionFn, AttnMetadata, KVCacheDtype, KVPages, LayerKVCache
-from ..reference.rope import RotaryEmbedding
+from ..reference import RotaryEmbedding
 from .bindings import AttnArgs, AttnParams, BatchPtrs, Library, QuantKV, check
 
 _QUANT_BITS: dict[KVCacheDtype, int] = {"hadamard8": 8, "hadamard4": 4, "fp8_e5m2": 1}

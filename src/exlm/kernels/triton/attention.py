@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import spec
 from .. import interface as b
-from ..reference.attention import ReferenceAttention
+from ..reference import ReferenceAttention
 from . import decode, decode_simt, kv_quant, prefill
 from .norm_rope_act import RopeTables, contiguous_heads, position_strides
 from .online_softmax import score_scales

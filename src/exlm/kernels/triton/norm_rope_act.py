@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import spec
-from ..reference.rope import RotaryEmbedding
+from ..reference import RotaryEmbedding
 
 MAX_NORM_WIDTH = 1 << 15
 _NORM_ELEMENTS = 1024  # of a program, when vectors are short
