@@ -49,7 +49,8 @@ class SafetensorsCheckpoint:
         self.names = names
         self.quantization = quantization or GptqConfig()
         self._index = TensorIndex(files, names)
-        self._formats = tuple(fmt for fmt in FORMATS if fmt.matches(self.quantization))
+        method = self.quantization.method
+        self._formats = tuple(fmt for fmt in FORMATS if fmt.quant_method in (None, method))
         self._markers = tuple(fmt.marker for fmt in self._formats)
 
     @classmethod

@@ -18,7 +18,7 @@ from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, WeightSource, op
 from ..config import Config, FrozenConfig
 from ..errors import CheckpointError, InputError
 from ..model.instance import ProgressCallback, no_progress
-from .plan import KEPT_FORMS, ConversionPlan, ConversionStep
+from .plan import KEPT_FORMATS, ConversionPlan, ConversionStep
 from .planners import FolderPlanner, GgufPlanner
 from .side_files import CONFIG_FILE, SideFiles, side_files_of_folder, side_files_of_gguf
 
@@ -46,8 +46,8 @@ def convert_model(
     complete; an existing one is replaced only with `overwrite`. `progress(done, total)` counts tensors and
     matrices.
     """
-    if to not in KEPT_FORMS:
-        raise InputError(f"A model can be converted to {', '.join(KEPT_FORMS)}; found {to!r}.")
+    if to not in KEPT_FORMATS:
+        raise InputError(f"A model can be converted to {', '.join(KEPT_FORMATS)}; found {to!r}.")
     if shard_bytes < 1:
         raise InputError(f"shard_bytes must be positive, found {shard_bytes}.")
     target_path = Path(target).expanduser()

@@ -27,19 +27,19 @@ TensorAction = Literal["keep", "rewrite", "unpack"]
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 CPU = torch.device("cpu")
-PACKED_FORMS = ("exl2", "gptq", "gptq_v2", "awq")
+PACKED_FORMATS = ("exl2", "gptq", "gptq_v2", "awq")
 
-KEPT_FORMS: dict[str, tuple[str, ...]] = {
-    "safetensors": ("dense", *PACKED_FORMS),
+KEPT_FORMATS: dict[str, tuple[str, ...]] = {
+    "safetensors": ("dense", *PACKED_FORMATS),
     "dense": ("dense",),
     "exl2": ("dense", "exl2"),
     "gptq": ("dense", "gptq"),
     "gptq-v2": ("dense", "gptq_v2"),
 }
-"""By the target of a conversion, the forms (storage formats of a matrix) that are kept."""
+"""By the target of a conversion, the formats of matrices that are kept."""
 
-REWRITABLE_FORMS: dict[str, tuple[str, ...]] = {"gptq": ("gptq_v2", "awq"), "gptq-v2": ("gptq", "awq")}
-"""By target, the forms that can be rewritten, unless a zero point does not fit."""
+REWRITABLE_FORMATS: dict[str, tuple[str, ...]] = {"gptq": ("gptq_v2", "awq"), "gptq-v2": ("gptq", "awq")}
+"""By target, the formats that can be rewritten, unless a zero point does not fit."""
 
 DEQUANTIZE_CHUNK = 2**22
 """Weights that are dequantised at once."""
@@ -66,7 +66,7 @@ class VectorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """All steps, and by role the form in which each matrix is stored and its action."""
+    """All steps, and by role the format in which each matrix is stored and its action."""
 
     to: str
     steps: tuple[ConversionStep, ...]
@@ -123,24 +123,24 @@ class ConversionPlanner(ABC):
         """Where the new model stores a role: the first of the family's locations."""
         return self.model.names.locations_of(role)[0]
 
-    def choose_action(self, role: str, form: str) -> TensorAction:
-        """The action for a matrix stored in this form; `Unsupported` if its numbers would change."""
+    def choose_action(self, role: str, fmt: str) -> TensorAction:
+        """The action for a matrix stored in this format; `Unsupported` if its numbers would change."""
         action: TensorAction
-        if form in KEPT_FORMS[self.to]:
+        if fmt in KEPT_FORMATS[self.to]:
             action = "keep"
-        elif form in REWRITABLE_FORMS.get(self.to, ()):
+        elif fmt in REWRITABLE_FORMATS.get(self.to, ()):
             action = "rewrite"
-        elif self.to == "dense" and (form in PACKED_FORMS or form.removeprefix("gguf ") in BLOCK_LAYOUTS):
+        elif self.to == "dense" and (fmt in PACKED_FORMATS or fmt.removeprefix("gguf ") in BLOCK_LAYOUTS):
             action = "unpack"
         else:
-            raise lossy_conversion_error(role, form, self.to)
-        self.actions[role] = form, action
+            raise lossy_conversion_error(role, fmt, self.to)
+        self.actions[role] = fmt, action
         return action
 
     def _check_has_quantized(self, role: str) -> None:
         """Refuse a quantised target for a model without quantised matrices: that would need rounding."""
-        stored = {form for form, _ in self.actions.values()}
-        if self.to in ("safetensors", "dense") or stored & set(PACKED_FORMS):
+        stored = {fmt for fmt, _ in self.actions.values()}
+        if self.to in ("safetensors", "dense") or stored & set(PACKED_FORMATS):
             return
         raise Unsupported(
             f"{role} is stored as {self.actions[role][0]}, and so is every other matrix: to become {self.to} "
@@ -187,24 +187,22 @@ def dequantize_in_chunks(weight: Weight) -> Tensor:
     return out
 
 
-def lossy_conversion_error(role: str, form: str, to: str) -> Unsupported:
+def lossy_conversion_error(role: str, fmt: str, to: str) -> Unsupported:
     """The error for a matrix that cannot be converted without loss."""
     remedy = ""
-    if to != "dense" and (form in PACKED_FORMS or form.removeprefix("gguf ") in BLOCK_LAYOUTS):
+    if to != "dense" and (fmt in PACKED_FORMATS or fmt.removeprefix("gguf ") in BLOCK_LAYOUTS):
         remedy = ' Convert to "dense", which keeps its numbers as plain floats.'
-    return Unsupported(
-        f"{role} is stored as {form} and cannot become {to}: {_lossy_reason(form, to)}.{remedy}"
-    )
+    return Unsupported(f"{role} is stored as {fmt} and cannot become {to}: {_lossy_reason(fmt, to)}.{remedy}")
 
 
-def _lossy_reason(form: str, to: str) -> str:
-    if form.startswith("gguf "):
+def _lossy_reason(fmt: str, to: str) -> str:
+    if fmt.startswith("gguf "):
         if to == "dense":
             return "this type has no exact reader, only one that rounds to float16"
         if to == "safetensors":
             return "safetensors has no format for GGUF's blocks"
         return "its numbers are float32, and those of the new format would be rounded to float16"
-    if form not in ("dense", *PACKED_FORMS):
+    if fmt not in ("dense", *PACKED_FORMATS):
         return "this version cannot read that format"
     if to == "exl2":
         return "EXL2 has squared 4-bit scales, and these are plain 16-bit ones"

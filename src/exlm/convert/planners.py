@@ -43,7 +43,7 @@ TENSOR_SUFFIXES: dict[str, tuple[str, ...]] = {
     "exl2": (*exl2.TENSORS, "q_perm"),
     **dict.fromkeys(("gptq", "gptq_v2", "awq"), gptq.TENSORS),
 }
-"""By form, the suffixes of a matrix's tensors; any matrix may also have a bias."""
+"""By format, the suffixes of a matrix's tensors; any matrix may also have a bias."""
 
 SUFFIXES = tuple(dict.fromkeys(one.marker for one in FORMATS))
 
@@ -64,7 +64,7 @@ class FolderPlanner(ConversionPlanner):
         self.reencoded: list[tuple[str, TensorLocation]] = []  # matrices that are not kept, and where they go
         self.quantization = quantization or GptqConfig()
         layout = self.quantization.checkpoint_format
-        self.form_by_suffix = {
+        self.format_by_suffix = {
             **{one.marker: one.name for one in FORMATS},
             "weight": "dense",
             "qweight": "awq" if layout == "gemm" else layout,
@@ -78,23 +78,23 @@ class FolderPlanner(ConversionPlanner):
         """Copy, slice, rewrite or unpack a matrix."""
         stored, location = self._source_location(m.role), self.target_location(m.role)
         self.checkpoint.check(m.role)
-        form = self.form_by_suffix[next(s for s in SUFFIXES if key_at(stored, s) in self.names_by_key)]
-        action = self.choose_action(m.role, form)
-        parts = self._take_tensors(stored, form)
-        if form == "dense":
+        fmt = self.format_by_suffix[next(s for s in SUFFIXES if key_at(stored, s) in self.names_by_key)]
+        action = self.choose_action(m.role, fmt)
+        parts = self._take_tensors(stored, fmt)
+        if fmt == "dense":
             self._check_floats(m, stored, parts)
         if action != "keep":
             self.reencoded.append((m.role, location))
-        transposes = form == "dense" and stored.transposed != location.transposed
+        transposes = fmt == "dense" and stored.transposed != location.transposed
         if action == "keep" and _is_whole_tensor(stored) and not transposes:
             return self._copy_step(m.role, {info.name: key_at(location, s) for s, info in parts.items()})
-        if action == "keep" and form == "awq":
+        if action == "keep" and fmt == "awq":
             return self._slice_awq_step(m, stored, location, parts)
-        step = self._encode_step(m, location, parts, form, action)
+        step = self._encode_step(m, location, parts, fmt, action)
         if (
             action != "unpack"
-            and form != "dense"
-            and (form == "exl2" or not self._surely_fits_gptq(m, form, parts))
+            and fmt != "dense"
+            and (fmt == "exl2" or not self._surely_fits_gptq(m, fmt, parts))
         ):
             _check_encodable(step)
         return step
@@ -133,9 +133,9 @@ class FolderPlanner(ConversionPlanner):
         assert location is not None
         return location
 
-    def _take_tensors(self, location: TensorLocation, form: str) -> TensorsBySuffix:
-        """The tensors at a location that belong to a matrix of this form."""
-        keys = {suffix: key_at(location, suffix) for suffix in (*TENSOR_SUFFIXES[form], "bias")}
+    def _take_tensors(self, location: TensorLocation, fmt: str) -> TensorsBySuffix:
+        """The tensors at a location that belong to a matrix of this format."""
+        keys = {suffix: key_at(location, suffix) for suffix in (*TENSOR_SUFFIXES[fmt], "bias")}
         parts = {
             s: self.files.info(self.names_by_key[key]) for s, key in keys.items() if key in self.names_by_key
         }
@@ -186,18 +186,18 @@ class FolderPlanner(ConversionPlanner):
         return ConversionStep(m.role, tuple(names), _estimated_bytes(m, parts), make)
 
     def _encode_step(
-        self, m: Matrix, location: TensorLocation, parts: TensorsBySuffix, form: str, action: TensorAction
+        self, m: Matrix, location: TensorLocation, parts: TensorsBySuffix, fmt: str, action: TensorAction
     ) -> ConversionStep:
-        """A step that reads a matrix and writes it in its new form."""
+        """A step that reads a matrix and writes it in its new format."""
         nbytes = _estimated_bytes(m, parts) + 4 * m.in_features
         writer: Callable[[Weight], dict[str, Tensor]] = partial(dense_tensors, location=location)
         suffixes = TENSOR_SUFFIXES["dense"]
         if action == "unpack":
             nbytes = 2 * m.out_features * m.in_features + 4 * m.out_features
-        elif form == "exl2":
+        elif fmt == "exl2":
             writer, suffixes = _write_exl2, exl2.TENSORS
-        elif form != "dense":
-            writer, suffixes = partial(_write_gptq, v2=self._writes_gptq_v2(form)), gptq.TENSORS
+        elif fmt != "dense":
+            writer, suffixes = partial(_write_gptq, v2=self._writes_gptq_v2(fmt)), gptq.TENSORS
 
         def make() -> NamedTensors:
             for suffix, tensor in writer(self._read_weight(m)).items():
@@ -211,18 +211,18 @@ class FolderPlanner(ConversionPlanner):
             m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU
         )
 
-    def _writes_gptq_v2(self, form: str) -> bool:
+    def _writes_gptq_v2(self, fmt: str) -> bool:
         """Whether zero points are written without GPTQ's offset of one (its version 2)."""
-        return self.to == "gptq-v2" or (self.to == "safetensors" and form == "gptq_v2")
+        return self.to == "gptq-v2" or (self.to == "safetensors" and fmt == "gptq_v2")
 
-    def _surely_fits_gptq(self, m: Matrix, form: str, parts: TensorsBySuffix) -> bool:
+    def _surely_fits_gptq(self, m: Matrix, fmt: str, parts: TensorsBySuffix) -> bool:
         """Whether headers and zero points alone prove that GPTQ can encode this matrix exactly."""
         if (
             not {"qweight", "qzeros", "scales"} <= parts.keys()
             or self.quantization.zeros_decremented_per_word
         ):
             return False
-        bits = 4 if form == "awq" else parts["qweight"].shape[0] * WORD_BITS // m.in_features
+        bits = 4 if fmt == "awq" else parts["qweight"].shape[0] * WORD_BITS // m.in_features
         zeros = self.files.read(parts["qzeros"].name)
         width = parts["scales"].shape[-1]
         if (
@@ -231,9 +231,9 @@ class FolderPlanner(ConversionPlanner):
             or m.out_features * bits % WORD_BITS
         ):
             return False
-        low, high = (int(edge) + (form == "gptq") for edge in unpack_rows(zeros, bits, width).aminmax())
+        low, high = (int(edge) + (fmt == "gptq") for edge in unpack_rows(zeros, bits, width).aminmax())
         self.files.release(parts["qzeros"].name)
-        return high < 1 << bits if self._writes_gptq_v2(form) else low >= 1 and high <= 1 << bits
+        return high < 1 << bits if self._writes_gptq_v2(fmt) else low >= 1 and high <= 1 << bits
 
 
 def _is_whole_tensor(location: TensorLocation) -> bool:
@@ -286,8 +286,8 @@ class GgufPlanner(ConversionPlanner):
     def plan_matrix(self, m: Matrix) -> ConversionStep:
         """Keep floats; unpack quantised blocks to float32."""
         description, nbytes = self.checkpoint.describe(m.role)
-        form = "dense" if description.startswith("dense ") else description
-        if self.choose_action(m.role, form) == "unpack":
+        fmt = "dense" if description.startswith("dense ") else description
+        if self.choose_action(m.role, fmt) == "unpack":
             nbytes = 4 * m.out_features * (m.in_features + m.bias)
         self._mark_used(m.role)
         location = self.target_location(m.role)

@@ -46,8 +46,4 @@ class WeightFormat:
     tensors: tuple[str, ...] = ()  # suffixes of all its tensors but the bias
     read: ReadMatrix | None = None  # None: exlm cannot read it, and says its name
     describe: DescribeMatrix | None = None
-    quant_method: QuantMethod | None = None
-
-    def matches(self, config: GptqConfig) -> bool:
-        """Whether a matrix that has the marker is in this format."""
-        return self.quant_method in (None, config.method)
+    quant_method: QuantMethod | None = None  # None: the marker is enough
