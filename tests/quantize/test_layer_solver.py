@@ -54,7 +54,7 @@ def no_rounding(role: str, w: Tensor, h: Tensor) -> Any:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_residual_matrix_corrects_the_residual_stream(seed: int) -> None:
     layer, s = Layer(seed), hidden_states(0.2)
-    exact = {role: linear.data for role, linear in layer.linears.items()}
+    exact = {role: linear.weight for role, linear in layer.linears.items()}
     solve_layer(layer.linears, layer.forward, s, no_rounding, 1e-6, {}, [OUT, DOWN])
     x, y = s.float_states[0].flatten(0, 1), s.quantized_states[0].flatten(0, 1)
     inputs = layer.attended(y)
@@ -66,13 +66,13 @@ def test_a_residual_matrix_corrects_the_residual_stream(seed: int) -> None:
     ridge = INNER / TOKENS * hessian.diagonal().mean() * torch.eye(INNER)
     found = exact[OUT].T + torch.linalg.lstsq(inputs, input_error).solution
     found = found + torch.linalg.solve(hessian + ridge, inputs.T @ rest / TOKENS)
-    torch.testing.assert_close(layer.linears[OUT].data, found.T, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(layer.linears[OUT].weight, found.T, atol=1e-3, rtol=1e-3)
 
 
 def test_residual_correction_lowers_the_error_of_the_states() -> None:
     def error(adding: list[str]) -> float:
         layer, s = Layer(1), hidden_states(0.2)
-        exact = {role: linear.data for role, linear in layer.linears.items()}
+        exact = {role: linear.weight for role, linear in layer.linears.items()}
         solve_layer(layer.linears, layer.forward, s, no_rounding, 0.01, {}, adding)
         advance(layer.linears, exact, layer.forward, s)
         return s.relative_error()
@@ -83,7 +83,7 @@ def test_residual_correction_lowers_the_error_of_the_states() -> None:
 
 def test_weights_stay_where_the_states_are_exact() -> None:
     layer, s = Layer(2), hidden_states(0.0)
-    before = {role: linear.data.clone() for role, linear in layer.linears.items()}
+    before = {role: linear.weight.clone() for role, linear in layer.linears.items()}
     solve_layer(layer.linears, layer.forward, s, no_rounding, 0.01, {}, [OUT, DOWN])
     for role, linear in layer.linears.items():
-        torch.testing.assert_close(linear.data, before[role], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(linear.weight, before[role], atol=1e-5, rtol=1e-5)

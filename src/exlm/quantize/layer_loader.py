@@ -36,7 +36,7 @@ class HookedLinear:
     """A float matrix whose inputs and outputs can be captured, and which can be replaced."""
 
     def __init__(self, weight: DenseWeight) -> None:
-        self.data = weight.data  # (out, in)
+        self.weight = weight.data  # (out, in)
         self.bias = weight.bias
         self.on_input: TensorHook | None = None
         self.on_output: TensorHook | None = None
@@ -49,7 +49,7 @@ class HookedLinear:
         if self.stops_forward:
             raise StopForward
         flat = x.reshape(-1, x.shape[-1])  # torch is slower with other strides
-        y = F.linear(flat, self.data, self.bias).view(*x.shape[:-1], -1)
+        y = F.linear(flat, self.weight, self.bias).view(*x.shape[:-1], -1)
         if self.on_output is not None:
             self.on_output(y)
         return y

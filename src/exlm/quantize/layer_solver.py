@@ -73,22 +73,22 @@ class HessianStats(NamedTuple):
 
     hessian: Tensor  # (in, in) Ĥ: x̂ x̂ᵀ
     cross: Tensor | None  # (in, in) C: x̂ (x - x̂)ᵀ; None for experts, which may get other tokens in each model
-    residual_error: Tensor | None  # (in, out) x̂ rᵀ, r being what the residual stream lacks behind the matrix
+    residual_cross: Tensor | None  # (in, out) x̂ rᵀ, r: float minus quantised residual stream behind it
     tokens: int
     effective_tokens: float  # (Σ weight)² / Σ weight²
 
     def correct_weights(self, w: Tensor, damping: float) -> Tensor:
         """The matrix (in, out) that from quantised inputs comes closest to the float outputs.
 
-        Most of what the residual stream lacks has nothing to do with this input: that part is damped more,
-        the less text there is.
+        Most of the residual stream's error does not depend on this input: correcting it is damped more, the
+        less text there is.
         """
         if self.cross is None:
             return w
         input_error = self.cross @ w
         change = self._ridge_solve(input_error, damping)
-        if self.residual_error is not None:
-            rest = self.residual_error - input_error
+        if self.residual_cross is not None:
+            rest = self.residual_cross - input_error
             change = change + self._ridge_solve(rest, max(damping, len(w) / self.tokens))
         return w + change if bool(torch.isfinite(change).all()) else w
 
@@ -121,18 +121,18 @@ class HessianAccumulator:
     def __init__(self, matrix: Tensor) -> None:
         width = matrix.shape[1]
         self.hessian, self.cross = matrix.new_zeros(2, width, width)
-        self.residual_error: Tensor | None = None
-        self.weight, self.squared_weight = matrix.new_zeros(2)
+        self.residual_cross: Tensor | None = None
+        self.weight_sum, self.squared_weight_sum = matrix.new_zeros(2)
         self.tokens, self.paired = 0, True
 
     def add(
         self, x: Tensor, input_error: Tensor | None, residual_error: Tensor | None, weights: Tensor
     ) -> None:
-        """More tokens: quantised inputs, x - x̂, what the residual stream lacks, and each token's weight."""
+        """More tokens: x̂, x - x̂, the error of the residual stream behind the matrix, each token's weight."""
         weighted = (x * weights[:, None]).T
         self.hessian.addmm_(weighted, x)
-        self.weight += weights.sum()
-        self.squared_weight += weights.square().sum()
+        self.weight_sum += weights.sum()
+        self.squared_weight_sum += weights.square().sum()
         self.tokens += len(x)
         if input_error is None:
             self.paired = False
@@ -140,17 +140,19 @@ class HessianAccumulator:
             self.cross.addmm_(weighted, input_error)
         if residual_error is not None:
             more = weighted @ residual_error
-            self.residual_error = more if self.residual_error is None else self.residual_error.add_(more)
+            self.residual_cross = more if self.residual_cross is None else self.residual_cross.add_(more)
 
     def mean(self) -> HessianStats:
         """The weighted means; the identity as Hessian if no token with a weight came."""
-        if not float(self.weight):
+        if not float(self.weight_sum):
             eye = torch.eye(len(self.hessian), device=self.hessian.device)
             return HessianStats(eye, None, None, 0, 0.0)
-        cross = self.cross / self.weight if self.paired else None
-        residual_error = None if self.residual_error is None else self.residual_error / self.weight
-        effective_tokens = float(self.weight.square() / self.squared_weight)
-        return HessianStats(self.hessian / self.weight, cross, residual_error, self.tokens, effective_tokens)
+        cross = self.cross / self.weight_sum if self.paired else None
+        residual_cross = None if self.residual_cross is None else self.residual_cross / self.weight_sum
+        effective_tokens = float(self.weight_sum.square() / self.squared_weight_sum)
+        return HessianStats(
+            self.hessian / self.weight_sum, cross, residual_cross, self.tokens, effective_tokens
+        )
 
 
 # -- solving ---------------------------------------------------------------------------------------
@@ -170,12 +172,12 @@ def solve_layer(
     `token_weights` has, for some roles, each token's weight; for other roles all weigh the same. The outputs
     of `residual_roles` are added to the residual stream without a norm or scale between.
     """
-    floats = {role: linear.data for role, linear in linears.items()}
+    floats = {role: linear.weight for role, linear in linears.items()}
     packed: dict[str, PackedWeight] = {}
     for group in input_groups(linears):
         shared = [role for role in group if not (".experts." in role and role.endswith(".down"))]
         for roles in [shared] if shared else [[role] for role in group]:
-            current = {role: linear.data for role, linear in linears.items()}
+            current = {role: linear.weight for role, linear in linears.items()}
             to_residual = roles[0] in residual_roles
             stats = _accumulate(
                 linears, roles, forward, states, floats, current, token_weights, to_residual=to_residual
@@ -208,7 +210,7 @@ def advance(
     states: HiddenStates,
 ) -> None:
     """Both hidden states through the layer, each with its own matrices; `linears` keep the rounded ones."""
-    rounded = {role: linear.data for role, linear in linears.items()}
+    rounded = {role: linear.weight for role, linear in linears.items()}
     for matrices, xs in ((floats, states.float_states), (rounded, states.quantized_states)):
         _set_weights(linears, matrices)
         for i, batch in enumerate(states.batches):
@@ -223,8 +225,8 @@ def accumulate_clusters(
 
     `token_weights` (tokens, clusters) are the tokens' weights for each cluster.
     """
-    overall = HessianAccumulator(linear.data)
-    clusters = [HessianAccumulator(linear.data) for _ in range(token_weights.shape[1])]
+    overall = HessianAccumulator(linear.weight)
+    clusters = [HessianAccumulator(linear.weight) for _ in range(token_weights.shape[1])]
     past = 0
     for i, batch in enumerate(states.batches):
         exact, x = (
@@ -251,7 +253,7 @@ def _accumulate(
     *,
     to_residual: bool,
 ) -> dict[str, HessianStats]:
-    """The statistics of roles that share an input; with `to_residual`, also what the residual stream lacks.
+    """The statistics of roles that share an input; with `to_residual`, also of the residual stream.
 
     Experts have no counterpart in the float model, whose router may send a token elsewhere: their inputs are
     those of the quantised model alone.
@@ -264,8 +266,8 @@ def _accumulate(
         for role in roles
         if role in token_weights and float(token_weights[role].sum())
     }
-    unweighted = HessianAccumulator(linears[roles[0]].data)
-    weighted = {role: HessianAccumulator(linears[role].data) for role in weights}
+    unweighted = HessianAccumulator(linears[roles[0]].weight)
+    weighted = {role: HessianAccumulator(linears[role].weight) for role in weights}
     if to_residual:
         floats, current = ({**matrices, **_zeroed_mlp(matrices, roles[0])} for matrices in (floats, current))
     past = 0
@@ -292,7 +294,7 @@ def _capture_inputs(
     hooked: list[HookedLinear], forward: Forward, x: Tensor, batch: Batch, *, stop: bool
 ) -> tuple[Tensor, Tensor]:
     """Inputs (tokens, in) of some matrices in one pass, and its output; `stop` ends it at the first."""
-    inputs: list[Tensor] = [x.new_zeros(0, hooked[0].data.shape[1])]
+    inputs: list[Tensor] = [x.new_zeros(0, hooked[0].weight.shape[1])]
     for linear in hooked:
         linear.on_input, linear.stops_forward = lambda y: inputs.append(y.flatten(0, -2)), stop
     with suppress(StopForward):
@@ -312,4 +314,4 @@ def _zeroed_mlp(matrices: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
 
 def _set_weights(linears: Mapping[str, HookedLinear], matrices: Mapping[str, Tensor]) -> None:
     for role, linear in linears.items():
-        linear.data = matrices[role]
+        linear.weight = matrices[role]

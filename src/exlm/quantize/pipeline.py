@@ -62,7 +62,7 @@ TOKEN_WEIGHTS = "|care"
 """Behind a role in `gradients.N`: the tokens' weights at that matrix."""
 
 GPTQ_DAMPING = 0.02
-"""The least damping for the GPTQ format: with less, its coarse grid overfits short calibration text."""
+"""The least damping for the GPTQ format: with a single width, GPTQ overfits short calibration text sooner."""
 
 RETRY_MARGIN = 0.9
 """The second try for max_kld aims this far below what the first try's miss calls for."""
@@ -201,12 +201,12 @@ def _backward_layer(
         before[key] = sensitivity.vjp(block, states[key].to(device), batch, grad)
     saved = {}
     for role, stats in hooks.stats.items():
-        if stats.gradients.dim() == 2:
-            saved[role] = (stats.gradients / stats.gradients.diagonal().mean().clamp(min=1e-30)).half()
+        if stats.gradient_sum.dim() == 2:
+            saved[role] = (stats.gradient_sum / stats.gradient_sum.diagonal().mean().clamp(min=1e-30)).half()
         if ".experts." not in role:
             saved[f"{role}{TOKEN_WEIGHTS}"] = torch.cat(stats.token_weights)
         if profiles:
-            w = ctx.loader.linears[role].data.T.contiguous()
+            w = ctx.loader.linears[role].weight.T.contiguous()
             profile = sensitivity.measure_profile(w, stats, solver.damping, solver.output_damping, role)
             store.save_json(f"profile.{role}", profile.to_json())
     store.save(f"gradients.{layer}", saved)
@@ -291,7 +291,7 @@ def solve_layers(ctx: QuantContext, batches: list[Batch], recipes: Mapping[str, 
         store.save("streams.0", states.to_tensors())
     for layer in range(start, ctx.depth):
         forward = partial(run_block, loader.load_layer(layer))
-        floats = {role: linear.data for role, linear in loader.linears.items()}
+        floats = {role: linear.weight for role, linear in loader.linears.items()}
         gradients = _saved_gradients(ctx, str(layer))
         packed = solve_layer(
             loader.linears,
@@ -343,7 +343,7 @@ def _solve_head(ctx: QuantContext, recipes: Mapping[str, Recipe], states: Hidden
     head, solver = ctx.loader.load_head(), ctx.config.solver
     linear, weights = ctx.loader.linears["head"], _saved_gradients(ctx, "head")[f"head{TOKEN_WEIGHTS}"]
     stats = accumulate_clusters(linear, lambda x, batch: head.forward(x, None, batch)[0], states, weights)
-    w = linear.data.T.contiguous()
+    w = linear.weight.T.contiguous()
     groups = recipes["head"].groups(len(w))
     solver = replace(solver, sweeps=2 * solver.sweeps)
     solution = solve_head(w, *stats, _head_clusters(ctx), groups, solver, hessian_damping(ctx))
@@ -353,7 +353,7 @@ def _solve_head(ctx: QuantContext, recipes: Mapping[str, Recipe], states: Hidden
 
 def _head_clusters(ctx: QuantContext) -> Tensor:
     """(columns, clusters) of the head that the loader has in memory."""
-    matrix = ctx.loader.linears["head"].data
+    matrix = ctx.loader.linears["head"].weight
     return cluster_columns(matrix, cluster_count(matrix.shape[1], len(matrix)), ctx.config.seed)
 
 

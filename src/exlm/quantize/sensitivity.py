@@ -69,8 +69,8 @@ PROBE_BITS = (2, 3, 4)
 class FisherStats(NamedTuple):
     """Sums over tokens at one matrix; a token weighs |g|², g being the gradient at its output."""
 
-    inputs: Tensor  # (in, in): Σ |g|² x xᵀ
-    gradients: Tensor  # (out, out) Σ g gᵀ, or (out,) its diagonal for a wide matrix
+    input_sum: Tensor  # (in, in): Σ |g|² x xᵀ
+    gradient_sum: Tensor  # (out, out) Σ g gᵀ, or (out,) its diagonal for a wide matrix
     token_weights: tuple[Tensor, ...]  # (tokens,) |g|², of each forward pass
 
     @property
@@ -80,7 +80,7 @@ class FisherStats(NamedTuple):
 
     def hessian(self) -> Tensor:
         """(in, in) the weighted mean of x xᵀ."""
-        return self.inputs / torch.cat(self.token_weights).sum().clamp(min=1e-30)
+        return self.input_sum / torch.cat(self.token_weights).sum().clamp(min=1e-30)
 
 
 class FisherHooks:
@@ -110,9 +110,11 @@ class FisherHooks:
         stats = self.stats.get(role)
         if stats is None:
             stats = FisherStats(x.new_zeros(x.shape[1], x.shape[1]), g.new_zeros(()), ())
-        stats.inputs.addmm_((x * weights[:, None]).T, x)
+        stats.input_sum.addmm_((x * weights[:, None]).T, x)
         more = g.T @ g if g.shape[1] <= MAX_FULL_OUTPUTS else g.square().sum(0)
-        self.stats[role] = FisherStats(stats.inputs, stats.gradients + more, (*stats.token_weights, weights))
+        self.stats[role] = FisherStats(
+            stats.input_sum, stats.gradient_sum + more, (*stats.token_weights, weights)
+        )
 
 
 def head_grad(
@@ -214,7 +216,7 @@ def measure_profile(
 ) -> Profile:
     """The KL cost of every width for `w` (inputs, columns), from rounding it with GPTQ."""
     tokens = max(1, stats.tokens)
-    g = stats.gradients / tokens
+    g = stats.gradient_sum / tokens
     curvature = g if g.dim() == 1 else g.diagonal()
     factors = output_factors(g, output_damping)
     if factors is not None:  # what two-sided GPTQ leaves of a column's curvature: 1 / V_nn²
