@@ -1,9 +1,9 @@
-"""What a cluster would do under some traffic: throughput, waiting, and how much of the prompts is cached.
+"""Simulate a cluster under traffic: throughput, waiting times, and how much of the prompts is cached.
 
-A simulation, event by event, with the routing of `exlm.scale` itself and a model of a replica: prompts are
-read at so many tokens a second, a step gives every running request a token, the cache forgets what was used
-longest ago. Machines, networks and chat templates are not in it.
-`python -m benchmarks.traffic --help`; `--check MODEL` asks a real cluster on this machine the same things.
+A discrete-event simulation with the routing of `exlm.scale` and a simple model of a replica: prefill at a
+fixed rate, one token for every running request in each step, and an LRU cache. Machines, networks and chat
+templates are not modelled. `python -m benchmarks.traffic --help` lists the options; `--check MODEL` sends the
+same requests to a real cluster on this machine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from exlm.scale import PrefixAffinity
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests that come at random, each about one of some topics: a shared start and an end of its own."""
+    """Poisson arrivals; each request has the prefix of one of several topics and an end of its own."""
 
     rate: float = 4.0
     """Requests a second."""
     requests: int = 400
     topics: int = 16
     shared: int = 600
-    """Tokens that requests on a topic begin with."""
+    """Tokens of a topic's prefix."""
     own: int = 60
     new: int = 60
     """Tokens of a prompt's end and of an answer, on average; they vary by half."""
@@ -38,15 +38,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one replica is."""
+    """The speed of one replica."""
 
     prefill: float = 5000.0
-    """Tokens of prompts read in a second."""
+    """Prompt tokens a second."""
     step: float = 0.010
-    """Seconds of a step with one running request, and of each further one."""
+    """Seconds of a step with one running request; `row` is added for each further one."""
     row: float = 0.0005
     overhead: float = 0.005
-    """Seconds that a request takes on its way, there and back."""
+    """Seconds of a request's round trip outside of the replica."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Fleet:
 
     replicas: int = 2
     batch: int = 16
-    """Requests that run at once on one."""
+    """Requests that run at a time on one replica."""
     cache: int = 32768
-    """Tokens that the cache of one holds."""
+    """Tokens in the cache of one replica."""
     slack: int = 8
     aware: bool = True
-    """Whether requests go where their prompt was read before; else to the least busy."""
+    """Route by prefix; else to the least busy replica."""
 
 
 T = TypeVar("T", Traffic, Speed, Fleet)
@@ -68,7 +68,7 @@ T = TypeVar("T", Traffic, Speed, Fleet)
 
 @dataclass
 class Request:
-    """One request, and what became of it."""
+    """One request and its outcome."""
 
     arrival: float
     topic: int
@@ -79,29 +79,29 @@ class Request:
     cached: int = 0
     started: float = 0.0
     first: float = 0.0
-    """When its first token came."""
+    """Time of its first token."""
     ended: float = 0.0
     made: int = 0
 
     @property
     def prompt(self) -> int:
-        """Tokens to be read."""
+        """Tokens of the prompt."""
         return self.shared + self.own
 
 
 @dataclass
 class Replica:
-    """One replica at work."""
+    """The state of one replica."""
 
     fleet: Fleet
     speed: Speed
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     known: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Tokens of topics in the cache, those used last at the end."""
+    """Cached tokens by topic, the most recently used last."""
 
     def step(self, now: float) -> float:
-        """Begin what fits, give everybody a token; when that is done."""
+        """Admit requests that fit and give every running one a token; returns when that is done."""
         for request in self._admitted():
             request.started = now
             request.cached = self.known.get(request.topic, 0)
@@ -117,7 +117,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Requests it has."""
+        """Requests waiting and running."""
         return len(self.waiting) + len(self.running)
 
     def _admitted(self) -> Iterable[Request]:

@@ -26,7 +26,7 @@ NAME = "check"
 
 @dataclass(frozen=True)
 class Asked:
-    """A real request's answer, and how long it took."""
+    """The response to a real request, and its time."""
 
     reply: dict[str, Any]
     replica: str
@@ -34,7 +34,7 @@ class Asked:
 
     @property
     def timings(self) -> dict[str, float]:
-        """What the replica says of it."""
+        """The timings that the replica reports."""
         found: dict[str, float] = self.reply["timings"]
         return found
 
@@ -46,7 +46,7 @@ class Asked:
 
 
 def check(model: str, traffic: Traffic, fleet: Fleet) -> str:
-    """Serve a model, measure, run the traffic for real and simulated, and tell."""
+    """Serve a model, measure its speed, run the traffic for real and simulated; returns a table."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     listing = ModelSpec(NAME, model, cache_tokens=fleet.cache, max_batch_size=fleet.batch, device="cpu")

@@ -1,7 +1,7 @@
-"""A process with a model in memory that forks one that runs `exlm batch`, as often as it is told: MODEL.
+"""A process with a model in memory that forks processes which run `exlm batch`. Its argument is MODEL.
 
-A line of standard input is the two files of a run as JSON. The first reply is the run's process id, for
-whoever wants to end it; the second is how it ended.
+A line of standard input is the two files of a run as JSON. The first line of the reply is the run's process
+id, with which a test can kill it; the second is how it ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from exlm.cli.batch import batch
 
 
 def main(model: str) -> None:
-    """Serve runs until standard input ends."""
+    """Fork runs until standard input ends."""
     torch.set_num_threads(1)
     loaded = serve.load(serve.ModelSpec("tiny-lm", model, device="cpu", max_batch_size=4))
 

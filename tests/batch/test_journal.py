@@ -1,4 +1,4 @@
-"""The journal alone: cut anywhere, changed anywhere, full, foreign, held by another."""
+"""The journal: truncated or changed anywhere, full, foreign, locked."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def contents(journal: Journal) -> dict[int, bytes]:
 
 
 def written(path: Path, answers: dict[int, bytes] = ANSWERS) -> bytes:
-    """The bytes of a journal that holds these answers."""
+    """The bytes of a journal with these responses."""
     with opened(path) as journal:
         journal.add(answers.items())
     return path.read_bytes()
 
 
-def test_what_is_written_is_there_again(tmp_path: Path) -> None:
+def test_written_rows_are_recovered(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with opened(path) as journal:
         journal.add([(1, b"one"), (0, b"null")])
@@ -54,7 +54,7 @@ def test_what_is_written_is_there_again(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_cut_at_every_byte_it_keeps_what_was_whole_and_goes_on(tmp_path: Path) -> None:
+def test_truncated_at_every_byte_it_keeps_the_whole_records(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     whole = written(path)
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
@@ -70,7 +70,7 @@ def test_cut_at_every_byte_it_keeps_what_was_whole_and_goes_on(tmp_path: Path) -
 
 @given(st.data())
 @settings(max_examples=100)
-def test_no_change_of_a_byte_goes_unnoticed(
+def test_every_changed_byte_is_detected(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("changed") / "journal"
@@ -91,7 +91,7 @@ def test_no_change_of_a_byte_goes_unnoticed(
         assert contents(journal) == dict(list(answers.items())[:before])
 
 
-def test_a_run_with_something_else_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_run_with_other_facts_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     whole = written(path)
     with pytest.raises(JournalError, match="input was 'abc', is 'abd'"), opened(path, input="abd"):
@@ -103,7 +103,7 @@ def test_a_run_with_something_else_is_refused_and_nothing_is_lost(tmp_path: Path
     assert path.read_bytes() == whole
 
 
-def test_one_in_which_nothing_is_done_begins_again_with_what_is_true_now(tmp_path: Path) -> None:
+def test_an_empty_journal_takes_the_new_facts(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     written(path, {})
     with opened(path, created=2, model="another") as journal:
@@ -123,7 +123,7 @@ def test_one_in_which_nothing_is_done_begins_again_with_what_is_true_now(tmp_pat
         b"exlm batch journal 1 x\n",
     ],
 )
-def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, foreign: bytes) -> None:
+def test_a_file_that_is_not_a_journal_is_left_alone(tmp_path: Path, foreign: bytes) -> None:
     path = tmp_path / "journal"
     path.write_bytes(foreign)
     with pytest.raises(JournalError, match="no journal"), opened(path):
@@ -131,7 +131,7 @@ def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, foreign: bytes)
     assert path.read_bytes() == foreign
 
 
-def test_one_run_at_a_time(tmp_path: Path) -> None:
+def test_a_journal_is_locked(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with opened(path), pytest.raises(JournalError, match="Another process is at work"), opened(path):
         pass
@@ -139,9 +139,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_one_that_is_finished_meanwhile_is_not_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_removed_meanwhile_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
     written(path)
     real = module.lock_handle
@@ -160,7 +158,7 @@ def test_one_that_is_finished_meanwhile_is_not_taken_up(
 
 
 @pytest.mark.parametrize("room", range(0, 24, 5))
-def test_a_full_disk_costs_only_what_did_not_fit(
+def test_a_full_disk_loses_only_the_last_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     path = tmp_path / "journal"
@@ -185,12 +183,12 @@ def test_a_full_disk_costs_only_what_did_not_fit(
         assert contents(journal) == {0: b"first", 2: b"third"}
 
 
-def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="cannot be written: No such file"), opened(tmp_path / "no" / "j"):
         pass
 
 
-def test_the_first_line_is_json_for_people(tmp_path: Path) -> None:
+def test_the_header_is_readable_json(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     first = written(path).split(b"\n")[0].removeprefix(module.MAGIC)
     assert json.loads(first) == {**FACTS, "rows": ROWS, "created": 1}

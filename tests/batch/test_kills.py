@@ -1,4 +1,4 @@
-"""Killed anywhere and run again: every row exactly once, and the same text as if nothing had happened."""
+"""Batches killed anywhere and run again: every row exactly once, with the same text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def written(path: Path, requests: list[dict[str, Any]]) -> Path:
 
 
 def answers(path: Path) -> list[dict[str, Any]]:
-    """The answers without the one thing that tells runs apart: when they began."""
+    """The responses without the only thing that differs between runs: the time of creation."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     for one in found:
         if one["response"] is not None:
@@ -52,8 +52,8 @@ def answers(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-class Zygote:
-    """Runs a batch in a process of its own, without loading the model again."""
+class ForkServer:
+    """Runs batches in forked processes, without loading the model again."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None
@@ -75,19 +75,19 @@ class Zygote:
 
 
 @contextmanager
-def zygote(model: Path) -> Iterator[Zygote]:
+def fork_server(model: Path) -> Iterator[ForkServer]:
     command = [sys.executable, "-m", "tests.batch.fork_server", str(model)]
     with subprocess.Popen(
         command, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            yield Zygote(process)
+            yield ForkServer(process)
         finally:
             process.kill()
 
 
-def timed(runs: Zygote, source: Path, target: Path) -> tuple[list[dict[str, Any]], float]:
-    """The answers of a run that nothing stops, and how long it takes."""
+def timed(runs: ForkServer, source: Path, target: Path) -> tuple[list[dict[str, Any]], float]:
+    """The responses of an uninterrupted run, and its duration."""
     started = time.perf_counter()
     assert runs.run(source, target) == 0
     seconds = time.perf_counter() - started
@@ -101,7 +101,7 @@ def test_fifty_kills(fixtures_dir: Path, tmp_path: Path) -> None:
     source, target = written(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
     journal = tmp_path / "out.jsonl.journal"
     chance = random.Random(5)
-    with zygote(fixtures_dir / "tiny-lm") as runs:
+    with fork_server(fixtures_dir / "tiny-lm") as runs:
         (want, seconds), (again, quicker) = (timed(runs, source, target) for _ in range(2))
         assert want == again
         seconds = min(seconds, quicker)
@@ -120,13 +120,13 @@ def test_fifty_kills(fixtures_dir: Path, tmp_path: Path) -> None:
     assert halfway > KILLS // 10, "the kills came too early or too late to prove anything"
 
 
-def test_the_command_itself_interrupted(fixtures_dir: Path, tmp_path: Path) -> None:
+def test_an_interrupted_command(fixtures_dir: Path, tmp_path: Path) -> None:
     requests = rows(25)
     source, target = written(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
     journal = tmp_path / "out.jsonl.journal"
     command = [sys.executable, "-m", "exlm.cli", "batch", str(source), str(target), "--device", "cpu"]
     command += ["--model", str(fixtures_dir / "tiny-lm"), "--max-batch-size", "1"]
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are deaf to it
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore SIGINT
     with subprocess.Popen(
         command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, preexec_fn=heard
     ) as process:

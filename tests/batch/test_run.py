@@ -1,4 +1,4 @@
-"""Batches from file to file: every kind of row, mistakes in every place, and what ends a run."""
+"""Batches from file to file: every kind of row, errors in every place, and what ends a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> GeneratorParts:
 
 @pytest.fixture
 def run(loaded: GeneratorParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run the command on these lines, with the tiny model; the answers."""
+    """Run the command on these lines with the tiny model; returns the responses."""
     monkeypatch.setattr("exlm.serve.load", lambda listing, progress: loaded)
 
     def call(*lines: Any, options: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -59,9 +59,7 @@ def texts(answer: dict[str, Any]) -> list[str]:
     return [one["text"] for one in answer["response"]["body"]["choices"]]
 
 
-def test_answers_are_those_of_the_generator_in_the_order_of_the_rows(
-    run: Any, loaded: GeneratorParts
-) -> None:
+def test_responses_equal_the_generators_in_row_order(run: Any, loaded: GeneratorParts) -> None:
     prompts = [f"Row {i} {'x' * (7 * i % 40)}" for i in range(10)]
     rows = [
         row(f"{i}", prompt=prompt, max_tokens=1 + 5 * i % 13, temperature=0)
@@ -100,7 +98,7 @@ def test_chats_choices_and_logprobs(run: Any) -> None:
     assert "100%" in run.told
 
 
-def test_a_rows_name_is_its_seed(run: Any, tmp_path: Path) -> None:
+def test_the_custom_id_decides_the_seed(run: Any, tmp_path: Path) -> None:
     asked = {"prompt": "Once", "max_tokens": 12, "temperature": 1.5}
     first = run(row("a", **asked), row("b", **asked), row("c", seed=1, **asked), row("d", seed=1, **asked))
     a, b, c, d = (texts(one) for one in first)
@@ -138,7 +136,7 @@ def test_a_rows_name_is_its_seed(run: Any, tmp_path: Path) -> None:
         (row("x", CHAT, messages=[{"role": "user", "content": "a" * 600}]), "context_length_exceeded", ""),
     ],
 )
-def test_a_bad_row_is_answered_with_an_error_and_the_others_are_not_touched(
+def test_a_bad_row_gets_an_error_and_does_not_affect_others(
     run: Any, line: Any, code: str, reason: str
 ) -> None:
     good = row("good", prompt="Hi", max_tokens=2)
@@ -157,14 +155,14 @@ def test_a_bad_row_is_answered_with_an_error_and_the_others_are_not_touched(
     assert "1 errors" in run.told
 
 
-def test_two_rows_of_one_name_are_refused_before_anything_runs(run: Any, tmp_path: Path) -> None:
+def test_duplicate_custom_ids_are_refused_before_anything_runs(run: Any, tmp_path: Path) -> None:
     twice = row("same", prompt="x")
     with pytest.raises(InputError, match="lines 1 and 3 have the same custom_id 'same'"):
         run(twice, row("other", prompt="x"), twice)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_inputs_that_cannot_be(run: Any, tmp_path: Path) -> None:
+def test_invalid_inputs(run: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no requests"):
         run("", "  ")
     with pytest.raises(InputError, match="cannot be read: No such file"):
@@ -193,7 +191,7 @@ def test_a_changed_input_or_model_is_refused_and_nothing_is_lost(
     assert run(*rows) == want
 
 
-def test_an_output_that_is_there_is_never_lost(run: Any, tmp_path: Path) -> None:
+def test_an_existing_output_is_never_lost(run: Any, tmp_path: Path) -> None:
     rows = [row(f"{i}", prompt="x", max_tokens=2) for i in range(3)]
     want = run(*rows, "bad")
     assert run(*rows, "bad") == want
@@ -218,7 +216,7 @@ def test_an_output_that_is_there_is_never_lost(run: Any, tmp_path: Path) -> None
         run(*rows)
 
 
-def test_a_disk_that_is_full_at_the_end_keeps_the_journal(
+def test_a_full_disk_at_the_end_keeps_the_journal(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [row(f"{i}", prompt="x", max_tokens=2) for i in range(3)]
@@ -234,7 +232,7 @@ def test_a_disk_that_is_full_at_the_end_keeps_the_journal(
     assert len(run(*rows)) == 3
 
 
-def test_what_is_not_a_rows_fault_ends_the_run_and_the_next_one_goes_on(
+def test_an_error_without_a_row_ends_the_run_and_the_next_continues(
     loaded: GeneratorParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "in.jsonl"
@@ -264,10 +262,10 @@ def test_what_is_not_a_rows_fault_ends_the_run_and_the_next_one_goes_on(
 
 
 class PowerLost(Exception):
-    """Whatever ends a process."""
+    """Stands for anything that ends a process."""
 
 
-def test_stopped_after_any_step_and_cut_anywhere_it_ends_the_same(
+def test_stopped_after_any_step_and_truncated_it_ends_the_same(
     loaded: GeneratorParts, tmp_path: Path
 ) -> None:
     requests = [
@@ -281,7 +279,7 @@ def test_stopped_after_any_step_and_cut_anywhere_it_ends_the_same(
     chance = random.Random(0)
 
     def finished(name: str, crash: int | None) -> dict[int, bytes]:
-        """What became of the rows when every `crash` steps everything stops."""
+        """Run with a crash after every `crash` steps; returns the responses."""
         steps = itertools.count(1)
 
         def told(_: Progress) -> None:
@@ -305,7 +303,7 @@ def test_stopped_after_any_step_and_cut_anywhere_it_ends_the_same(
         assert finished(f"torn-{crash}", crash) == want
 
 
-def test_a_row_that_trips_over_a_mistake_of_ours_holds_up_nobody(
+def test_an_internal_error_affects_only_its_row(
     run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = module.to_generation_request
@@ -323,7 +321,7 @@ def test_a_row_that_trips_over_a_mistake_of_ours_holds_up_nobody(
     assert "Line 2 failed" in caplog.text
 
 
-def test_tool_calls_have_the_same_names_every_time(run: Any, tmp_path: Path) -> None:
+def test_tool_call_ids_are_the_same_in_every_run(run: Any, tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [{}]}}}
     asked = row(

@@ -17,7 +17,7 @@ from exlm.scale import deploy, service_from_config
 
 
 def main(port: str) -> None:
-    """Serve commands until there are none."""
+    """Run commands from standard input until it ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray prints what it likes
     started = ray.init(
@@ -26,8 +26,8 @@ def main(port: str) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
-        _system_config={"worker_niceness": 0},  # the other tests would go first
-        _node_ip_address="127.0.0.2",  # the first of loopback Ray takes for the network's
+        _system_config={"worker_niceness": 0},  # by default its processes have a lower priority
+        _node_ip_address="127.0.0.2",  # Ray replaces 127.0.0.1 by the network's address
     )
     try:
         print(started.address_info["gcs_address"], file=replies, flush=True)

@@ -1,4 +1,4 @@
-"""A local Ray for the tests of this folder, in a process of its own: pytest's stays as it is."""
+"""A local Ray for the tests of this folder, in a process of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 120.0
 
 @dataclass
 class Cluster:
-    """A running Ray, and what a process needs to join it."""
+    """A running Ray, and the environment with which a process connects to it."""
 
     process: subprocess.Popen[str]
     address: str
@@ -33,7 +33,7 @@ class Cluster:
     environment: dict[str, str]
 
     def deploy(self, **wishes: Any) -> None:
-        """Deploy a service and wait until it is ready; stop serving if it is none."""
+        """Deploy a service and wait until it is ready; without one, stop serving."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(wishes or None) + "\n")
@@ -41,7 +41,7 @@ class Cluster:
         assert self.process.stdout.readline() == "ready\n"
 
     def workers(self, title: str) -> list[int]:
-        """Processes of ours whose title begins so."""
+        """Our processes whose title begins with `title`."""
         parents, found = {}, []
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
@@ -63,7 +63,7 @@ class Cluster:
 
 
 def waited(fact: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Wait for something to become true."""
+    """Wait until `fact` is true."""
     deadline = time.monotonic() + seconds
     while not fact():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -71,12 +71,12 @@ def waited(fact: Callable[[], bool], seconds: float = PATIENCE) -> None:
 
 
 def kill(process: int) -> None:
-    """End a process as a crash would."""
+    """Kill a process, as a crash would."""
     os.kill(process, signal.SIGKILL)
 
 
 def spare_port() -> int:
-    """One that nobody listens at, below those that systems give to outgoing connections: it stays free."""
+    """A free port below the range of outgoing connections, so that it stays free."""
     from exlm.serve import listen
 
     for port in Random().sample(range(20000, 30000), 100):
@@ -90,7 +90,7 @@ def spare_port() -> int:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A Ray that is there until the end."""
+    """A Ray cluster for all tests."""
     pytest.importorskip("ray", reason="needs exlm[scale]")
     port = spare_port()
     environment = {

@@ -1,4 +1,4 @@
-"""Routing: prompts that begin alike stay together, and nobody is swamped."""
+"""Prefix routing: prompts with a common prefix stay together, and no replica is overloaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def completion(text: str, **more: Any) -> tuple[bytes, ...]:
 @given(
     st.text(max_size=5 * BLOCK_CHARS), st.text(max_size=2 * BLOCK_CHARS), st.text(max_size=2 * BLOCK_CHARS)
 )
-def test_prompts_share_blocks_as_far_as_they_are_alike(start: str, one: str, other: str) -> None:
+def test_prompts_share_the_blocks_of_their_common_prefix(start: str, one: str, other: str) -> None:
     first, second = completion(start + one), completion(start + other)
     alike = sum(a == b for a, b in zip(first, second, strict=False))
     assert alike >= len(start) // BLOCK_CHARS
@@ -44,7 +44,7 @@ def test_nothing_is_shared_between_tenants_models_and_adapters() -> None:
     assert len(found) == 4
 
 
-def test_what_a_conversation_grows_by_keeps_its_blocks() -> None:
+def test_a_longer_conversation_keeps_the_first_blocks() -> None:
     turns = [{"role": "user", "content": "long " * 100}]
     before = prompt_blocks(body(messages=turns))
     after = prompt_blocks(body(messages=[*turns, {"role": "assistant", "content": "yes"}]))
@@ -63,7 +63,7 @@ def test_every_kind_of_prompt_has_blocks(prompt: Any) -> None:
     assert prompt_blocks(body(prompt=prompt))
 
 
-def test_a_known_prompt_goes_where_it_was_and_the_longest_match_wins() -> None:
+def test_the_replica_with_the_longest_match_wins() -> None:
     table = PrefixAffinity()
     short, long = completion("x" * BLOCK_CHARS), completion("x" * BLOCK_CHARS + "y" * BLOCK_CHARS)
     table.record(short, "a")
@@ -74,7 +74,7 @@ def test_a_known_prompt_goes_where_it_was_and_the_longest_match_wins() -> None:
     assert table.rank(long, {"a": 0, "c": 0})[0] == "a"
 
 
-def test_a_busy_replica_is_spared_and_an_idle_one_takes_over() -> None:
+def test_a_busy_replica_is_passed_over() -> None:
     table = PrefixAffinity(slack=4)
     blocks = completion("hello")
     table.record(blocks, "a")
@@ -83,7 +83,7 @@ def test_a_busy_replica_is_spared_and_an_idle_one_takes_over() -> None:
     assert table.rank(blocks, {"a": 5, "b": 1})[0] == "a"
 
 
-def test_routers_that_know_nothing_agree_and_spread() -> None:
+def test_routers_with_empty_tables_agree_and_spread_load() -> None:
     idle = dict.fromkeys(NAMES, 0)
     prompts = [completion(f"prompt {number}") for number in range(300)]
     chosen = [PrefixAffinity().rank(one, idle)[0] for one in prompts]
@@ -92,7 +92,7 @@ def test_routers_that_know_nothing_agree_and_spread() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=60), st.integers(0, 4))
-def test_loads_stay_within_the_slack_and_memory_within_its_bound(
+def test_loads_stay_within_the_slack_and_the_table_within_its_size(
     steps: list[tuple[int, int]], slack: int
 ) -> None:
     table, loads = PrefixAffinity(slack, max_blocks=10), dict.fromkeys(NAMES, 0)

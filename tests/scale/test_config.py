@@ -1,4 +1,4 @@
-"""What Ray Serve is told, and that it takes it; nothing is started here."""
+"""Options of the Ray Serve deployments, and that Ray Serve accepts them; nothing is started here."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def test_a_range_follows_the_queue() -> None:
     assert (scaling["upscale_delay_s"], scaling["downscale_delay_s"]) == (9.0, 90.0)
 
 
-def test_a_model_shared_by_gpus_has_them_in_one_place() -> None:
+def test_gpus_of_a_replica_are_in_one_bundle() -> None:
     options = replica_options(ClusterConfig.from_replicas("2", cpus=4, gpus=8, tensor_parallel=8))
     assert options["placement_group_bundles"] == [{"CPU": 4, "GPU": 8}]
     assert options["placement_group_strategy"] == "STRICT_PACK"
-    assert options["ray_actor_options"] == {"num_cpus": 4, "num_gpus": 8}  # it sees all of them
+    assert options["ray_actor_options"] == {"num_cpus": 4, "num_gpus": 8}  # the replica sees all of them
 
 
 @pytest.mark.parametrize("text", ["", "0", "8..2", "two", "2-8", "-1", "1..0"])
-def test_what_is_no_number_of_replicas(text: str) -> None:
+def test_invalid_numbers_of_replicas(text: str) -> None:
     with pytest.raises(InputError, match="--replicas takes N or LEAST"):
         ClusterConfig.from_replicas(text)
 
@@ -71,7 +71,7 @@ def test_ray_serve_takes_it(shape: ClusterConfig) -> None:
     assert bind_application(Service(ModelSpec("x"), cluster=shape)) is not None
 
 
-def test_a_configuration_file_says_it_all(tmp_path: Path) -> None:
+def test_a_service_from_a_configuration_file(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n\n two \n")
     wishes: dict[str, Any] = {
@@ -95,7 +95,7 @@ def test_a_configuration_file_says_it_all(tmp_path: Path) -> None:
             service_from_config({wrong: 1})
 
 
-def test_the_manifest_says_what_can_be_served(tmp_path: Path) -> None:
+def test_the_manifest_is_a_valid_service(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     schema = pytest.importorskip("ray.serve.schema", reason="needs exlm[scale]")
     manifest = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text())

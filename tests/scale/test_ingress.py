@@ -1,4 +1,4 @@
-"""The front without a cluster: replicas are functions that answer, die, or die halfway."""
+"""The ingress without a cluster: replicas are functions that answer, die, or die halfway."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 
 
 class Died(Exception):
-    """A replica is gone."""
+    """A replica has died."""
 
 
 def start(kind: bytes = JSON) -> Message:
@@ -36,7 +36,7 @@ def fronted(ask: Ask, terms: ServerConfig | None = None, **options: Any) -> ASGI
 
 
 async def post(app: ASGIApp, path: str = COMPLETIONS, key: str = "", **body: Any) -> tuple[int, bytes]:
-    """Status and body of a reply, which has to come whole and once."""
+    """Status and body of a response, which must be complete and sent once."""
     return await post_raw(app, json.dumps(body).encode(), path, key)
 
 
@@ -61,7 +61,7 @@ async def post_raw(app: ASGIApp, raw: bytes, path: str = COMPLETIONS, key: str =
 
 
 def dying(times: int, said: Sequence[Message] = ()) -> tuple[Ask, list[ReplicaRequest]]:
-    """A replica that dies so often, after saying something, and then answers."""
+    """A replica that dies `times` times after sending some messages, and then answers."""
     seen: list[ReplicaRequest] = []
 
     async def ask(asked: ReplicaRequest, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
@@ -78,14 +78,14 @@ def dying(times: int, said: Sequence[Message] = ()) -> tuple[Ask, list[ReplicaRe
 
 
 @pytest.mark.parametrize("said", [[], [start()], [start(), part(b'{"a', True)], [start(EVENTS)]])
-def test_a_request_whose_replica_dies_is_asked_again(said: list[Message]) -> None:
+def test_a_request_whose_replica_dies_is_retried(said: list[Message]) -> None:
     ask, seen = dying(MAX_ATTEMPTS - 1, said)
     assert asyncio.run(post(fronted(ask), prompt="x")) == (200, b'{"a":1}')
     assert len(seen) == MAX_ATTEMPTS
     assert {one.body for one in seen} == {b'{"prompt": "x"}'}
 
 
-def test_a_request_that_kills_every_replica_is_given_up() -> None:
+def test_a_request_that_kills_every_replica_fails() -> None:
     ask, seen = dying(99)
     status, body = asyncio.run(post(fronted(ask), prompt="x"))
     assert status == 503
@@ -93,7 +93,7 @@ def test_a_request_that_kills_every_replica_is_given_up() -> None:
     assert len(seen) == MAX_ATTEMPTS
 
 
-def test_a_stream_that_has_begun_ends_with_an_error() -> None:
+def test_a_started_stream_ends_with_an_error() -> None:
     ask, seen = dying(1, [start(EVENTS), part(b"data: {}\n\n", True)])
     status, body = asyncio.run(post(fronted(ask), prompt="x", stream=True))
     first, last = body.decode().split("\n\n")[:2]
@@ -104,19 +104,19 @@ def test_a_stream_that_has_begun_ends_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("kind", [JSON, EVENTS])
-def test_a_replica_that_dies_after_its_answer_is_not_missed(kind: bytes) -> None:
+def test_a_replica_that_dies_after_its_response(kind: bytes) -> None:
     ask, seen = dying(1, [start(kind), part(b"{}")])
     assert asyncio.run(post(fronted(ask), prompt="x")) == (200, b"{}")
     assert len(seen) == 1
 
 
-def test_a_stream_flows() -> None:
+def test_a_stream_is_forwarded_as_it_comes() -> None:
     heard: list[bytes] = []
     going = asyncio.Event()
 
     async def ask(asked: ReplicaRequest, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
         yield [start(EVENTS), part(b"one", True)]
-        await going.wait()  # which comes only when somebody has read the first part
+        await going.wait()  # set when the first part has been sent
         yield [part(b"two")]
 
     async def run() -> None:
@@ -136,7 +136,7 @@ def test_a_stream_flows() -> None:
 
 
 def held() -> tuple[Ask, asyncio.Event]:
-    """A replica that answers when it is let."""
+    """A replica that answers once an event is set."""
     let = asyncio.Event()
 
     async def ask(asked: ReplicaRequest, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
@@ -146,7 +146,7 @@ def held() -> tuple[Ask, asyncio.Event]:
     return ask, let
 
 
-def test_a_key_has_its_own_limit_and_the_whole_has_one() -> None:
+def test_limits_of_one_key_and_of_all() -> None:
     async def run() -> tuple[list[int], list[int], int]:
         ask, let = held()
         terms = ServerConfig(("one", "two"), limits=Limits(requests=100))
@@ -166,7 +166,7 @@ def test_a_key_has_its_own_limit_and_the_whole_has_one() -> None:
     assert third == 200
 
 
-def test_nobody_comes_in_without_a_key_and_models_do_not_change() -> None:
+def test_keys_are_required_and_models_cannot_be_changed() -> None:
     ask, seen = dying(0)
     app = fronted(ask, ServerConfig(("key",), ("admin",)))
     assert asyncio.run(post(app, prompt="x"))[0] == 401

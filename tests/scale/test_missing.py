@@ -1,4 +1,4 @@
-"""Without Ray everything else works, and what does not says what to install."""
+"""Without Ray everything else works, and the error says what to install."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A batch on a local Ray, with actors and drivers killed: every row once, with the text of a single process.
 
-`EXLM_BULK_ROWS=5000` makes it as long as it likes.
+`EXLM_BULK_ROWS` sets the number of rows, for longer runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACTOR = "MapWorker(MapBatches(Answerer))"
 ROWS = int(os.environ.get("EXLM_BULK_ROWS", "500"))
 LIMIT = PATIENCE + ROWS
 ACTOR_KILLS = (2, 2, 1)
-"""For each driver, how many actors die under it; then it dies itself, but for the last."""
+"""For each driver, how many of its actors are killed; then the driver is, except for the last."""
 
 
 def written(path: Path) -> Path:
@@ -63,7 +63,7 @@ def command(source: Path, target: Path, model: Path, *more: str) -> list[str]:
 
 def answers(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in lines]
-    for one in found:  # two batches, begun at different times
+    for one in found:  # two batches, created at different times
         if one["error"] is None:
             del one["response"]["body"]["created"]
     return found
@@ -82,7 +82,7 @@ def alone(source: Path, model: Path) -> list[dict[str, Any]]:
 
 
 def steady() -> bool:
-    """Whether rows keep their bits beside others: in C they do.
+    """Whether rows are bit-identical in any batch: with the C kernels they are.
 
     Where nothing can be compiled plain torch computes, whose sums depend on how many rows there are, and a
     sixteen-bit cache makes more of that: once in some thousand tokens another one is drawn.
@@ -91,7 +91,7 @@ def steady() -> bool:
 
 
 def done(journal: Path) -> int:
-    """Rows that are written down."""
+    """Rows in the journal."""
     return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else 0
 
 
@@ -105,7 +105,9 @@ def disturbed(cluster: Cluster, driver: subprocess.Popen[str], journal: Path, ki
         kill(random.choice(cluster.workers(ACTOR)))
 
 
-def test_every_row_is_done_once_whoever_dies(cluster: Cluster, fixtures_dir: Path, tmp_path: Path) -> None:
+def test_every_row_is_done_once_when_actors_and_drivers_die(
+    cluster: Cluster, fixtures_dir: Path, tmp_path: Path
+) -> None:
     model = fixtures_dir / "tiny-lm-exl2-4.0bpw"
     source, target = written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     journal = tmp_path / "out.jsonl.journal"

@@ -1,4 +1,4 @@
-"""A replica by itself: asked in this process, left halfway, stuck, and shared by two ranks."""
+"""One replica: called in this process, abandoned halfway, stuck, and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def completion(**body: Any) -> ReplicaRequest:
     return ReplicaRequest("POST", "/v1/completions", headers=JSON, body=json.dumps(body).encode())
 
 
-def test_it_answers_as_the_server_does_and_says_who_it_is(listing: ModelSpec) -> None:
+def test_a_replica_answers_as_the_server_and_names_itself(listing: ModelSpec) -> None:
     async def use(replica: Replica) -> None:
         messages = [
             one async for some in replica.ask(completion(prompt="The river", max_tokens=4)) for one in some
@@ -57,7 +57,7 @@ def test_it_answers_as_the_server_does_and_says_who_it_is(listing: ModelSpec) ->
     with_replica(listing, use)
 
 
-def test_what_nobody_listens_to_is_dropped(listing: ModelSpec) -> None:
+def test_an_abandoned_response_is_cancelled(listing: ModelSpec) -> None:
     async def use(replica: Replica) -> None:
         answer = replica.ask(completion(prompt="The river", max_tokens=1500, stream=True))
         await anext(answer)
@@ -83,7 +83,7 @@ def test_a_stuck_engine_is_not_healthy(listing: ModelSpec) -> None:
     with_replica(listing, use, ServerConfig(ready_seconds=0.2))
 
 
-def test_a_model_shared_by_two_ranks_says_the_same(listing: ModelSpec) -> None:
+def test_a_tensor_parallel_replica_gives_the_same_text(listing: ModelSpec) -> None:
     texts = []
     for loaded in (load(listing), load(listing, tensor_parallel=2)):
         generator = Generator(loaded.model, loaded.cache, loaded.tokenizer, **loaded.options)
@@ -92,7 +92,7 @@ def test_a_model_shared_by_two_ranks_says_the_same(listing: ModelSpec) -> None:
     assert texts[0] == texts[1]
 
 
-def test_what_a_shared_model_cannot_have(listing: ModelSpec) -> None:
+def test_options_that_tensor_parallelism_refuses(listing: ModelSpec) -> None:
     with pytest.raises(InputError, match="takes no draft model but ngram, found '/b'"):
         load(replace(listing, draft="/b"), tensor_parallel=2)
     with pytest.raises(InputError, match="The cache type must be one of"):

@@ -1,4 +1,4 @@
-"""Two replicas of a tiny model on a local Ray: what clients see, and what they do not see."""
+"""Two replicas of a tiny model on a local Ray, as clients see them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def running(cluster: Cluster, url: str) -> RunningServer:
-    """The service as the tests of one server know theirs; nothing here has an engine to look into."""
+    """The service as a `RunningServer`, for the tests of a single server that need no engine."""
     return RunningServer(cluster.port, engine=None, loop=None)  # type: ignore[arg-type]
 
 
@@ -68,15 +68,15 @@ def complete(client: openai.OpenAI, prompt: str, tokens: int = 8) -> tuple[str, 
 
 
 globals().update({name: check for name, check in vars(suite).items() if name.startswith("test_")})
-"""Every test of the client that one server has to pass, asked of two replicas; none is left out."""
+"""Every test of the official client that a single server must pass, with two replicas."""
 
 
-def test_prompts_that_begin_alike_go_to_one_replica(client: openai.OpenAI) -> None:
+def test_prompts_with_a_common_prefix_go_to_one_replica(client: openai.OpenAI) -> None:
     homes: list[Counter[str]] = []
     cached = shared = 0
     for topic in range(6):
         start = f"Chapter {topic}: " + f"the history of the river {topic} and its towns, " * 12
-        first = complete(client, start)[3] - 1  # less the last token, which is always read again
+        first = complete(client, start)[3] - 1  # less the last token, which is always prefilled again
         homes.append(Counter())
         for turn in range(10):
             _, replica, found, _ = complete(client, f"{start} {turn}")
@@ -87,7 +87,7 @@ def test_prompts_that_begin_alike_go_to_one_replica(client: openai.OpenAI) -> No
 
 
 class Load:
-    """Clients that ask all the time, one after the other each, and keep what went wrong."""
+    """Clients that send one request after the other, and keep the failures."""
 
     def __init__(self, client: openai.OpenAI, clients: int = 6) -> None:
         self.client = client
@@ -111,7 +111,7 @@ class Load:
         self._pool.shutdown()
 
     def more(self, count: int) -> None:
-        """Wait for so many more answers."""
+        """Wait for this many more answers."""
         start = self.right
         waited(lambda: self.right >= start + count or bool(self.wrong))
 
@@ -129,7 +129,7 @@ class Load:
 
 
 class Stream:
-    """A long answer as it comes: how much of it did, and how it ended."""
+    """A long streamed answer: how much of it came, and how it ended."""
 
     def __init__(self, client: openai.OpenAI, number: int) -> None:
         self.events, self.end, self.replica = 0, "", ""
@@ -150,12 +150,13 @@ class Stream:
             self.end = str(error.code)
 
 
-def test_a_killed_replica_costs_no_answer_and_comes_back(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_a_killed_replica_loses_no_request_and_is_replaced(cluster: Cluster, client: openai.OpenAI) -> None:
     before = cluster.workers(REPLICA)
     assert len(before) == 2
     with Load(client) as load:
         streams: list[Stream] = []
-        while len({stream.replica for stream in streams}) < 2:  # whoever is killed, one dies and one lives
+        # one stream on each replica, so that one of them loses its replica
+        while len({stream.replica for stream in streams}) < 2:
             assert len(streams) < 12
             streams.append(Stream(client, len(streams)))
             waited(lambda: streams[-1].events > 0)

@@ -1,4 +1,4 @@
-"""Requests and answers as tables and in stores; `file://` stands in for one."""
+"""Requests and responses in tables and object stores; `file://` stands in for a store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lines(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_a_table_means_what_its_lines_would(tmp_path: Path, as_text: bool) -> None:
+def test_a_table_equals_its_lines(tmp_path: Path, as_text: bool) -> None:
     bodies = [json.dumps(one["body"]) if as_text else one["body"] for one in ASKED]
     path = table(
         tmp_path / "in.parquet", custom_id=["a", "b"], url=[one["url"] for one in ASKED], body=bodies
@@ -46,7 +46,7 @@ def test_a_table_means_what_its_lines_would(tmp_path: Path, as_text: bool) -> No
     assert read_requests(str(path)).sha256 == found.sha256
 
 
-def test_a_store_is_read_like_a_folder(tmp_path: Path) -> None:
+def test_a_store_is_read_as_a_folder(tmp_path: Path) -> None:
     path = lines(tmp_path / "in.jsonl")
     assert read_requests(path.as_uri()) == read_requests(str(path))
     assert exists(path.as_uri())
@@ -77,7 +77,7 @@ def test_answers_are_whole_and_in_order(tmp_path: Path, name: str, remote: bool)
     assert [one["error"] and json.loads(one["error"]) for one in found] == [None, {"code": "x"}]
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no column 'url'"):
         read_requests(str(table(tmp_path / "in.parquet", custom_id=["a"], body=["{}"])))
     (tmp_path / "bad.parquet").write_bytes(b"nothing")
@@ -86,7 +86,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
             read_requests(place)
 
 
-def test_a_row_that_is_no_request_is_the_rows_fault(tmp_path: Path) -> None:
+def test_an_invalid_request_is_an_error_of_its_row(tmp_path: Path) -> None:
     path = table(tmp_path / "in.parquet", custom_id=["a", None], url=["u", "v"], body=["{", "{}"])
     rows = read_requests(str(path)).rows
     assert [row.custom_id for row in rows] == ["a", None]

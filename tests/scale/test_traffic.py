@@ -1,4 +1,4 @@
-"""The simulation of traffic, against a queue that can be written down."""
+"""The traffic simulation, against a queue that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPEED = Speed(prefill=1000.0, step=0.02, row=0.001, overhead=0.0)
 
 
 @given(st.integers(0, 1000), st.floats(0.1, 5.0))
-def test_one_request_at_a_time_is_the_textbooks_queue(seed: int, rate: float) -> None:
+def test_one_request_at_a_time_is_a_fifo_queue(seed: int, rate: float) -> None:
     asked = arrivals(Traffic(rate=rate, requests=30, topics=30, seed=seed))
     done = simulate(asked, SPEED, Fleet(replicas=1, batch=1, cache=10**9))
     free, known = 0.0, set[int]()
@@ -35,9 +35,7 @@ def test_one_request_at_a_time_is_the_textbooks_queue(seed: int, rate: float) ->
     st.integers(500, 20_000),
     st.booleans(),
 )
-def test_nothing_is_lost_and_nobody_is_early(
-    seed: int, replicas: int, batch: int, cache: int, aware: bool
-) -> None:
+def test_nothing_is_lost_or_early(seed: int, replicas: int, batch: int, cache: int, aware: bool) -> None:
     asked = arrivals(Traffic(requests=60, topics=5, seed=seed))
     done = simulate(asked, SPEED, Fleet(replicas, batch, cache, aware=aware))
     assert [replace(one, made=0) for one in asked] == asked
@@ -48,7 +46,7 @@ def test_nothing_is_lost_and_nobody_is_early(
         assert request.cached in (0, request.shared)
 
 
-def test_routing_by_prefix_reads_less_when_the_cache_is_small() -> None:
+def test_prefix_routing_prefills_less_with_a_small_cache() -> None:
     asked = arrivals(Traffic(rate=8, topics=40))
     fleet = Fleet(replicas=4, cache=8192)
     aware, blind = (
@@ -59,7 +57,7 @@ def test_routing_by_prefix_reads_less_when_the_cache_is_small() -> None:
     assert aware.time_p95 < blind.time_p95
 
 
-def test_the_figures_have_their_names() -> None:
+def test_figures_are_named() -> None:
     told = table({"this": Outcome(1, 2, 3, 4, 5, 6, 0.7, 0.8)})
     assert [line.split()[-1] for line in told.splitlines()] == [
         *("this", "1.000", "2.000", "3.000", "4.000", "5.000", "6.000", "0.700", "0.800")

@@ -1,4 +1,4 @@
-"""A headless browser for tests of the web chat, and a model that says what it is told to."""
+"""A headless browser for tests of the web chat, and a model that answers what a test tells it to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DONE = ".message.assistant:last-child:not([aria-busy]) > footer .facts:not(:empt
 
 @contextmanager
 def opened(server: RunningServer, browser: Any, before: str = "", **options: Any) -> Iterator[Page]:
-    """The chat in a fresh profile, after a script; fails if the page complained, or asked anybody else."""
+    """The chat in a fresh profile, after a script; fails if the page logs an error or asks another server."""
     with browser.new_context(**options) as context:
         page = context.new_page()
         page.add_init_script(before)
@@ -42,7 +42,7 @@ def opened(server: RunningServer, browser: Any, before: str = "", **options: Any
         page.goto(server.url)
         page.wait_for_function("() => document.querySelector('#model').value")
         yield page
-        expected = ("Failed to load resource",)  # what the browser itself says of a refused request
+        expected = ("Failed to load resource",)  # logged by the browser itself for a refused request
         assert [one for one in complaints if not one.startswith(expected)] == []
 
 
@@ -65,7 +65,7 @@ def say(page: Page, text: str) -> None:
 
 
 def told(page: Page, text: str) -> dict[str, Any]:
-    """Say something, wait for the answer, and give the request that was made."""
+    """Send a message and wait for the answer; returns the request that was sent."""
     with page.expect_request("**/v1/chat/completions") as asked:
         say(page, text)
     page.wait_for_selector(DONE)
@@ -74,12 +74,12 @@ def told(page: Page, text: str) -> dict[str, Any]:
 
 
 def messages(page: Page) -> list[str]:
-    """The texts shown, thoughts left out."""
+    """The texts on the page, without reasoning."""
     return [one.strip() for one in page.locator(".message .said, .message > .markdown").all_inner_texts()]
 
 
 class Script:
-    """Stands for a model's `run`: answers with a text, in pieces; an exception among them is raised."""
+    """Replaces a model's `submit`: streams a text in deltas; raises an exception among them."""
 
     def __init__(self) -> None:
         self.answers: list[str | Exception] = []
@@ -93,7 +93,7 @@ class Script:
 
 
 class Line:
-    """One answer of a script."""
+    """One scripted answer."""
 
     def __init__(self, answer: str | Exception, pause: float) -> None:
         self._answer, self._pause = answer, pause
@@ -101,7 +101,7 @@ class Line:
         self.closed = False
 
     async def settle(self, seconds: float) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     async def next(self) -> tuple[int, OutputDelta]:
         await asyncio.sleep(self._pause)

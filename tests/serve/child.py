@@ -16,16 +16,14 @@ PAUSE = 0.03
 
 
 def main(folder: str, mode: str, reports: str) -> None:
-    """Print the port, then serve a model that is slow, or one that never gives its third token."""
+    """Print the port, then serve a model that is slow, or that hangs at its third token."""
     torch.set_num_threads(1)
     engine = Engine([ModelSpec("tiny", folder)], load_tiny)
     engine.preload("tiny")
     opened = listen("127.0.0.1", 0)
 
     def started() -> None:
-        assert (
-            gc.get_freeze_count() > 10_000
-        )  # the collector would stop the event loop for as long as that takes
+        assert gc.get_freeze_count() > 10_000  # garbage collection over these would block the event loop
         runner = engine.models["tiny"].generator.generator._engine.runner
         decode, passes = runner.decode, iter(range(10**9))
 

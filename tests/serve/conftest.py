@@ -1,4 +1,4 @@
-"""Servers to ask: one for all tests that leave it as they found it."""
+"""Servers for the tests; one is shared by all tests that leave it unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests as an attacker would write them: a path, the status that answers, and the body that is sent."""
+"""Requests as an attacker would write them: a path, the expected status, and the body."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class Hostile(NamedTuple):
-    """One of them; `make` writes the body, which is too large to keep."""
+    """A hostile request; `make` builds the body, which is too large to keep."""
 
     path: str
     status: int
@@ -46,12 +46,12 @@ def written(**fields: Any) -> Callable[[], bytes]:
 
 
 def phrases(count: int, length: int) -> list[str]:
-    """Texts that have little in common."""
+    """Texts with few common prefixes."""
     return ["".join(chr(97 + (i * j * 7 + j * j + i) % 26) for j in range(length)) for i in range(count)]
 
 
 def messages(items: Sequence[str]) -> Callable[[], bytes]:
-    """A conversation of these."""
+    """A conversation of these messages, given as JSON."""
     return lambda: ('{"messages":[' + ",".join(items) + "]}").encode()
 
 

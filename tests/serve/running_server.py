@@ -1,4 +1,4 @@
-"""A real server on a real socket, in a thread of the test's own process, with a model small enough for it."""
+"""A real server on a real socket, in a thread of the test's process, with a tiny model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE = 30.0
 
 
 def load_tiny(listing: ModelSpec) -> GeneratorParts:
-    """A model folder with a cache of 16 pages, or of as many as the listing says."""
+    """A model folder with a cache of 16 pages, or of as many as the spec says."""
     config = Config(listing.path)
     model = Model(config)
     model.load()
@@ -37,7 +37,7 @@ def load_tiny(listing: ModelSpec) -> GeneratorParts:
 
 @dataclass
 class RunningServer:
-    """A running server, and what is inside."""
+    """A running server with its engine and event loop."""
 
     port: int
     engine: Engine
@@ -72,7 +72,7 @@ class RunningServer:
         return self.ask("POST", path, body, key)[:2]
 
     def events(self, path: str, key: str | None = None, **body: Any) -> list[dict[str, Any]]:
-        """The events of a stream, which must end as streams do."""
+        """The events of a stream, which must end with `[DONE]`."""
         status, text, headers = self.ask("POST", path, {**body, "stream": True}, key)
         assert status == 200, text
         assert headers["content-type"].startswith("text/event-stream")
@@ -81,7 +81,7 @@ class RunningServer:
         return [json.loads(line) for line in lines[:-1]]
 
     def wait(self, fact: Callable[[], bool], seconds: float = PATIENCE) -> None:
-        """Wait for something to become true."""
+        """Wait until `fact` is true."""
         deadline = time.monotonic() + seconds
         while not fact():
             assert time.monotonic() < deadline, "it did not happen in time"
@@ -90,7 +90,7 @@ class RunningServer:
 
 @contextmanager
 def slow_decode(server: RunningServer, before: Callable[[], Any], name: str = "tiny") -> Iterator[None]:
-    """Call `before` ahead of every forward pass of a served model."""
+    """Call `before` before every forward pass of a served model."""
     runner: Any = server.engine.models[name].generator.generator._engine.runner
     decode = runner.decode
 
@@ -107,7 +107,7 @@ def slow_decode(server: RunningServer, before: Callable[[], Any], name: str = "t
 
 @contextmanager
 def listening(app: Any, bounds: Limits) -> Iterator[tuple[int, asyncio.AbstractEventLoop]]:
-    """Run an application until the block ends; its port, and the event loop it runs in."""
+    """Run an application until the block ends; yields its port and its event loop."""
     opened = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn_config(app, bounds, drain_seconds=1))
     found: list[asyncio.AbstractEventLoop] = []

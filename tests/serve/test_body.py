@@ -1,4 +1,4 @@
-"""Bodies: parsed and validated once, large ones beside the event loop, within bounds that every field has."""
+"""Request bodies: parsed and validated once, large ones off the event loop; every field is bounded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from exlm.serve import APIError, ChatRequest, CompletionRequest, Limits, Options, body
 from exlm.serve.body import LARGE_BODY_BYTES
 from exlm.serve.limits import BodyMemoryLimiter
-from exlm.serve.openapi import REQUEST_MODELS
+from exlm.serve.openapi import request_types
 from exlm.serve.schema import DetokenizeRequest
 from tests.serve.running_server import RunningServer, preloaded, running_server
 
@@ -27,7 +27,7 @@ LARGE_PROMPT = {"prompt": "a" * 1000, "max_tokens": 1, "user": "u", "metadata": 
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """In which threads bodies are parsed and validated, by what is done."""
+    """The threads in which bodies are parsed and validated."""
     found: dict[str, list[str]] = {"parsed": [], "validated": []}
 
     def watched(name: str, original: Any) -> Any:
@@ -69,7 +69,7 @@ def test_a_body_is_parsed_once_and_validated_once(
         assert [name.startswith(WHERE) for name in done] == [False, True]
 
 
-def test_what_follows_for_a_large_body_is_done_beside_the_event_loop(
+def test_a_large_prompt_is_encoded_off_the_event_loop(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = server.engine.models["tiny"].info.tokenizer
@@ -92,7 +92,7 @@ def narrow(chatty: Path) -> Iterator[RunningServer]:
         yield running
 
 
-def test_bodies_that_are_held_are_bounded(narrow: RunningServer) -> None:
+def test_memory_for_bodies_is_bounded(narrow: RunningServer) -> None:
     head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 90000\r\n\r\n"
     with ExitStack() as stack:
@@ -108,9 +108,9 @@ def test_bodies_that_are_held_are_bounded(narrow: RunningServer) -> None:
     narrow.wait(lambda: narrow.post("/tokenize", text="a" * 90_000)[0] == 200)
 
 
-def test_what_a_body_takes_is_given_back() -> None:
+def test_released_memory_can_be_acquired_again() -> None:
     memory = BodyMemoryLimiter(Limits(body=100, bodies=50))
-    assert memory.max_bytes == 400  # some of the largest size must fit
+    assert memory.max_bytes == 400  # four bodies of the largest size must fit
     memory.acquire(260)
     with pytest.raises(APIError) as found:
         memory.acquire(141)
@@ -119,7 +119,7 @@ def test_what_a_body_takes_is_given_back() -> None:
     memory.acquire(400)
 
 
-def test_one_caller_leaves_room_for_another() -> None:
+def test_one_caller_cannot_take_all_memory_for_bodies() -> None:
     memory = BodyMemoryLimiter(Limits(body=100), shared=True)
     half = memory.max_bytes // 2
     memory.acquire(half, "one")
@@ -133,7 +133,7 @@ def test_one_caller_leaves_room_for_another() -> None:
     memory.acquire(half // 2, "two")
 
 
-def test_memory_is_given_back_however_a_request_ends(narrow: RunningServer) -> None:
+def test_memory_is_released_however_a_request_ends(narrow: RunningServer) -> None:
     for path, sent, status in (
         ("/v1/completions", b'{"prompt":"a","max_tokens":1}', 200),
         ("/v1/completions", b"{", 400),
@@ -147,11 +147,11 @@ def test_memory_is_given_back_however_a_request_ends(narrow: RunningServer) -> N
     assert [narrow.ask("POST", "/tokenize", filling)[0] for _ in range(4)] == [200] * 4
 
 
-def boundless(schema: Any, place: str = "") -> Iterator[str]:
-    """Where a schema has lists and objects of any length."""
+def unbounded_places(schema: Any, place: str = "") -> Iterator[str]:
+    """The places where a schema has unbounded lists or objects."""
     if isinstance(schema, list):
         for inner in schema:
-            yield from boundless(inner, place)
+            yield from unbounded_places(inner, place)
     if not isinstance(schema, dict):
         return
     if schema.get("type") == "array" and "maxItems" not in schema:
@@ -163,12 +163,12 @@ def boundless(schema: Any, place: str = "") -> Iterator[str]:
     ):
         yield place
     for name, inner in schema.items():
-        yield from boundless(inner, f"{place}.{name}")
+        yield from unbounded_places(inner, f"{place}.{name}")
 
 
-@pytest.mark.parametrize("kind", REQUEST_MODELS)
+@pytest.mark.parametrize("kind", request_types())
 def test_every_list_and_object_of_a_request_is_bounded(kind: type[BaseModel]) -> None:
-    assert [*boundless(kind.model_json_schema())] == []
+    assert [*unbounded_places(kind.model_json_schema())] == []
 
 
 def errors(kind: type[BaseModel], **fields: Any) -> list[Any]:
@@ -199,7 +199,7 @@ WRONG: list[tuple[type[BaseModel], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "fields", "expected"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_errors_are_few_however_much_is_wrong(
+def test_the_number_of_validation_errors_is_bounded(
     kind: type[BaseModel], fields: dict[str, Any], expected: str
 ) -> None:
     found = errors(kind, **fields)
@@ -207,18 +207,18 @@ def test_errors_are_few_however_much_is_wrong(
     assert len(found) <= 21
 
 
-def test_texts_are_no_token_ids() -> None:
+def test_strings_are_not_token_ids() -> None:
     assert CompletionRequest(prompt=["12", "13"]).prompt == ["12", "13"]
     assert errors(CompletionRequest, prompt=["12"] * 2000)
     assert errors(CompletionRequest, prompt=[True])
 
 
-def test_unknown_fields_do_not_hide_known_ones() -> None:
+def test_unknown_fields_do_not_hide_errors_of_known_ones() -> None:
     found = errors(CompletionRequest, **{f"x{i}": 1 for i in range(100)}, n="many", suffix="a", best_of=None)
     assert {one["loc"][0] for one in found} == {"n", "prompt", *(f"x{i}" for i in range(20))}
 
 
-def test_an_application_lets_its_thread_go(chatty: Path) -> None:
+def test_an_application_ends_its_thread(chatty: Path) -> None:
     def working() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith(WHERE)}
 

@@ -1,4 +1,4 @@
-"""Answers that a JSON schema describes, from a small trained model: whole, whatever the seed."""
+"""Answers constrained by a JSON schema, from a small trained model: complete with every seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PET = {
     "additionalProperties": False,
 }
 ENOUGH = 1950
-"""18 places for whitespace, of 100 characters at most, and the values."""
+"""Enough for 18 places with at most 100 characters of whitespace, and the values."""
 
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "Describe a pet as JSON: "}),

@@ -1,4 +1,4 @@
-"""Requests whose end two readers may see in two places: refused, and nothing behind them is answered."""
+"""Request smuggling: requests with ambiguous length are refused, and nothing hidden in them is answered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD = (
 BODY = b'{"text":"a"}'
 CHUNKED = b"c\r\n" + BODY + b"\r\n0\r\n\r\n"
 SECOND = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer " + KEY + b"\r\n\r\n"
-"""What an attacker hides in a body, for the server to take it for a request of its own."""
+"""The request that an attacker smuggles in a body."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def server(chatty: Path) -> Iterator[RunningServer]:
 
 
 def answered(server: RunningServer, sent: bytes) -> bytes:
-    """Everything that is answered until the server closes the connection."""
+    """All bytes that the server sends until it closes the connection."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
         line.sendall(sent)
         told = b""
@@ -44,7 +44,7 @@ def answered(server: RunningServer, sent: bytes) -> bytes:
         return told
 
 
-def test_what_is_clear_is_answered(server: RunningServer) -> None:
+def test_requests_with_clear_framing_are_answered(server: RunningServer) -> None:
     for sent in (
         HEAD + b"Content-Length: 12\r\nConnection: close\r\n\r\n" + BODY,
         HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + CHUNKED,
@@ -102,7 +102,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_what_is_unclear_is_refused_and_the_connection_closed(server: RunningServer, name: str) -> None:
+def test_ambiguous_framing_is_refused_and_the_connection_closed(server: RunningServer, name: str) -> None:
     told = answered(server, UNCLEAR[name])
     head, _, body = told.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n"), told
@@ -111,14 +111,14 @@ def test_what_is_unclear_is_refused_and_the_connection_closed(server: RunningSer
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-def test_the_reason_is_told(server: RunningServer) -> None:
+def test_the_error_says_what_is_ambiguous(server: RunningServer) -> None:
     told = json.loads(answered(server, UNCLEAR["both"]).partition(b"\r\n\r\n")[2])["error"]
     assert told["code"] == "ambiguous_length"
     assert "Content-Length or Transfer-Encoding, not both" in told["message"]
 
 
 def test_chunks_of_a_byte_are_refused_in_time(server: RunningServer) -> None:
-    """Each costs the event loop as much as one of thousands, and a body could have four million."""
+    """A chunk of one byte costs as much as one of thousands, and a body could have four million."""
     whole = HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     told = answered(server, whole + b"1\r\n \r\n" * 100_000)
     assert told.startswith(b"HTTP/1.1 400 Bad Request\r\n")

@@ -1,4 +1,4 @@
-"""Requests to jobs and results to replies, without a server: as a batch file would use them."""
+"""From requests to jobs and from results to responses, without a server, as a batch uses them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_request_is_answered_without_a_server(generator: Generator, host: Mode
     json.dumps(body)
 
 
-def test_settings_are_neutral_unless_told(host: ModelInfo) -> None:
+def test_sampling_is_neutral_by_default(host: ModelInfo) -> None:
     plain = sampling_settings(chat(), host, Limits())
     assert (plain.temperature, plain.top_p, plain.top_k, plain.token_repetition_penalty) == (1.0, 1.0, 0, 1.0)
     default = Limits(sampling={"temperature": 0.3, "min_p": 0.1})
@@ -109,7 +109,7 @@ def test_settings_are_neutral_unless_told(host: ModelInfo) -> None:
     }
 
 
-def test_a_servers_own_settings_may_name_tokens_by_their_text(host: ModelInfo) -> None:
+def test_server_defaults_may_name_tokens_by_their_text(host: ModelInfo) -> None:
     default = Limits(sampling={"dry_sequence_breakers": ["a", 5], "dry_multiplier": 0.8})
     number = host.tokenizer.single_id("a")
     assert sampling_settings(chat(), host, default).dry_sequence_breakers == {number, 5}
@@ -118,7 +118,7 @@ def test_a_servers_own_settings_may_name_tokens_by_their_text(host: ModelInfo) -
         sampling_settings(chat(), host, Limits(sampling={"xtc_ignore_tokens": ["two words"]}))
 
 
-def test_the_answer_is_as_long_as_it_may_be(host: ModelInfo) -> None:
+def test_max_tokens_without_a_value_is_what_fits(host: ModelInfo) -> None:
     def new(bounds: Limits, **fields: Any) -> int:
         return int(to_generation_request(chat(**fields), host, bounds).job_arguments[0]["max_new_tokens"])
 
@@ -131,7 +131,7 @@ def test_the_answer_is_as_long_as_it_may_be(host: ModelInfo) -> None:
         new(Limits(), max_tokens=host.max_seq_len)
 
 
-def test_minus_one_is_off(host: ModelInfo) -> None:
+def test_minus_one_means_off(host: ModelInfo) -> None:
     request = chat(top_k=-1, max_tokens=-1, seed=-1)
     (job,) = to_generation_request(request, host, Limits(answer=100)).job_arguments
     assert job["gen_settings"].top_k == 0
@@ -168,7 +168,7 @@ def test_a_guided_pair_may_be_as_long_as_the_cache_has_room(generator: Generator
         )
 
 
-def test_a_template_that_knows_tools_gets_them(templated: Callable[[str], ModelInfo]) -> None:
+def test_a_template_that_supports_tools_gets_them(templated: Callable[[str], ModelInfo]) -> None:
     host = templated(NATIVE)
     talk = render_chat(chat(tools=[TOOL]), host.tokenizer)
     assert talk.text == "<tool_call>fuser:hi\nassistant:"
@@ -183,7 +183,7 @@ def test_a_template_that_knows_tools_gets_them(templated: Callable[[str], ModelI
     assert render_chat(chat(tools=[TOOL]), bare.tokenizer).tool_format == GENERIC
 
 
-def test_a_template_that_does_not_is_helped(host: ModelInfo) -> None:
+def test_other_templates_get_tools_in_the_system_message(host: ModelInfo) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
@@ -201,7 +201,7 @@ def test_a_template_that_does_not_is_helped(host: ModelInfo) -> None:
     assert native[2] == {"role": "tool", "content": "42", "tool_call_id": "1"}
 
 
-def test_a_template_that_takes_only_turns_is_told_of_tools_in_the_first(
+def test_a_template_without_system_messages_gets_tools_in_the_first_turn(
     templated: Callable[[str], ModelInfo],
 ) -> None:
     host = templated(TURNS)
@@ -223,7 +223,7 @@ def test_a_template_that_takes_only_turns_is_told_of_tools_in_the_first(
         render_chat(instructed, host.tokenizer)
 
 
-def test_thoughts_are_expected_where_the_prompt_opens_them(templated: Callable[[str], ModelInfo]) -> None:
+def test_reasoning_is_parsed_where_the_prompt_opens_it(templated: Callable[[str], ModelInfo]) -> None:
     host = templated(NATIVE + "<think>\n")
     order = to_generation_request(chat(), host, Limits())
     parser = make_output_parser(order)
@@ -238,7 +238,7 @@ def test_thoughts_are_expected_where_the_prompt_opens_them(templated: Callable[[
 @pytest.mark.parametrize(
     "form", [{"response_format": {"type": "json_object"}}, {"regex": "[{].*"}, {"grammar": "start: /[{].*/"}]
 )
-def test_an_answer_of_a_given_form_is_not_taken_for_a_thought(
+def test_a_constrained_answer_is_not_parsed_as_reasoning(
     templated: Callable[[str], ModelInfo], form: dict[str, Any]
 ) -> None:
     order = to_generation_request(chat(**form), templated(NATIVE + "<think>\n"), Limits())
@@ -249,7 +249,7 @@ def test_an_answer_of_a_given_form_is_not_taken_for_a_thought(
     assert parser.feed('{"a": 1}') + parser.end() == [ContentDelta('{"a": 1}')]
 
 
-def test_what_must_be_compiled_is_known_beforehand() -> None:
+def test_needs_grammar() -> None:
     assert not needs_grammar(chat(tools=[TOOL]))
     assert needs_grammar(chat(tools=[TOOL], tool_choice="required"))
     assert needs_grammar(chat(response_format={"type": "json_object"}))
@@ -257,7 +257,7 @@ def test_what_must_be_compiled_is_known_beforehand() -> None:
     assert not needs_grammar(chat(response_format={"type": "text"}))
 
 
-def test_a_gate_counts() -> None:
+def test_the_concurrency_limiter_counts() -> None:
     gate = ConcurrencyLimiter(1, "requests")
     with gate.slot():
         with pytest.raises(APIError, match="1 requests") as caught, gate.slot():
@@ -268,7 +268,9 @@ def test_a_gate_counts() -> None:
 
 @given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))
 @settings(max_examples=200)
-def test_a_shared_gate_keeps_a_place_for_whoever_has_none(most: int, walk: list[tuple[str, bool]]) -> None:
+def test_a_shared_limiter_keeps_a_slot_for_a_caller_without_one(
+    most: int, walk: list[tuple[str, bool]]
+) -> None:
     gate = ConcurrencyLimiter(most, "requests", shared=True)
     there: dict[str, list[ExitStack]] = {name: [] for name in "abcde"}
     for name, comes in walk:
@@ -290,13 +292,13 @@ def test_a_shared_gate_keeps_a_place_for_whoever_has_none(most: int, walk: list[
             assert gate.in_flight < most
 
 
-def test_problems_say_nothing_of_the_inside() -> None:
+def test_api_errors_do_not_reveal_internals() -> None:
     assert "secret" not in to_api_error(RuntimeError("secret")).message
     assert to_api_error(RuntimeError("secret")).status == 500
     assert validation_error([{"type": "missing", "loc": ("body", "a", 0), "msg": "needed"}]).param == "a.0"
 
 
-def test_a_listing_is_loaded_as_it_says(chatty: Path) -> None:
+def test_a_model_spec_is_loaded_as_it_says(chatty: Path) -> None:
     loaded = load(ModelSpec("tiny", str(chatty), cache_type="fp8", cache_tokens=300, draft=str(chatty)))
     assert (type(loaded.cache).__name__, loaded.cache.max_seq_len) == ("CacheFP8", 512)
     assert loaded.options["draft_cache"].max_seq_len == 512
@@ -305,14 +307,12 @@ def test_a_listing_is_loaded_as_it_says(chatty: Path) -> None:
         load(ModelSpec("tiny", str(chatty), cache_type="q3"))
 
 
-def test_a_draft_model_that_could_not_guess_is_refused_before_anything_is_loaded(
-    chatty: Path, fixtures_dir: Path
-) -> None:
+def test_an_incompatible_draft_model_is_refused_before_loading(chatty: Path, fixtures_dir: Path) -> None:
     with pytest.raises(InputError, match="has another vocabulary, of 2,048 tokens; the model's has 259"):
         load(ModelSpec("tiny", str(chatty), draft=str(fixtures_dir / "tiny-lm")))
 
 
-def test_where_a_model_lies_is_not_told(templated: Callable[[str], ModelInfo], chatty: Path) -> None:
+def test_errors_do_not_reveal_model_paths(templated: Callable[[str], ModelInfo], chatty: Path) -> None:
     host = templated("{{ raise_exception('roles must alternate') }}")
     template = host.tokenizer.chat_templates.templates["default"]
     with pytest.MonkeyPatch.context() as patch:

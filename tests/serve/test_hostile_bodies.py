@@ -1,4 +1,4 @@
-"""A minute of hostile bodies against a server process: it stays answerable, and small."""
+"""A minute of hostile bodies against a server process: it stays responsive, and small."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ while True:
         print(port, time.perf_counter() - began, flush=True)
     time.sleep(0.01)
 """
-"""Measures how long each of several servers takes to say that it is alive."""
+"""Measures the latency of /health/live of several servers."""
 
 IDLE = """
 import http.server
@@ -54,12 +54,12 @@ server = http.server.HTTPServer(("127.0.0.1", 0), Alive)
 print(server.server_port, flush=True)
 server.serve_forever()
 """
-"""A server that does nothing else: what it takes is the machine's own delay."""
+"""A server that does nothing else: its latency is the machine's own."""
 
 
 @contextmanager
 def process(*command: str, errors: bool = False) -> Iterator[tuple[int, Iterator[str]]]:
-    """A process while the block runs: its id, and the lines that it writes."""
+    """Run a process for the length of the block; yields its id and its output lines."""
     with subprocess.Popen(
         [sys.executable, *command],
         env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
@@ -76,7 +76,7 @@ def process(*command: str, errors: bool = False) -> Iterator[tuple[int, Iterator
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
@@ -86,11 +86,11 @@ class Server(NamedTuple):
     pid: int
     port: int
     memory: int
-    """What it held after a few ordinary requests."""
+    """Its resident memory after a few ordinary requests."""
 
 
 class Peak:
-    """The most memory that a process holds while the block runs."""
+    """The peak memory of a process during the block."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.found = pid, 0
@@ -111,7 +111,7 @@ class Peak:
 
 
 def asked(port: int, path: str, body: bytes) -> int:
-    """The status that answers a request."""
+    """The status of the response to a request."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as line:
         line.request("POST", path, body, {"Content-Type": "application/json"})
         reply = line.getresponse()
@@ -136,12 +136,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     reading.join()
 
 
-def test_each_body_is_answered_by_its_status(served: Server) -> None:
+def test_each_body_gets_its_status(served: Server) -> None:
     found = {name: asked(served.port, one.path, one.make()) for name, one in BODIES.items()}
     assert found == {name: one.status for name, one in BODIES.items()}
 
 
-def test_a_minute_of_them_leaves_the_server_answerable_and_small(served: Server) -> None:
+def test_the_server_stays_responsive_and_small_for_a_minute(served: Server) -> None:
     pid, port, before = served
     latencies: dict[int, list[tuple[float, str]]] = {port: []}
     now = "nothing"

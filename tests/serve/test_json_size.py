@@ -1,4 +1,4 @@
-"""How much JSON a text holds: the count without parsing agrees with the one after it."""
+"""The size of JSON, counted without parsing, agrees with the parsed value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES = st.recursive(
 
 
 def parts(value: Any) -> Iterator[str]:
-    """What a value is made of: commas, and lists, objects and fields as nodes."""
+    """The commas of a value's JSON, and its nodes: lists, objects and fields."""
     if isinstance(value, list | dict):
         yield "node"
         yield from ["comma"] * max(len(value) - 1, 0)
@@ -45,7 +45,7 @@ def refused(text: bytes, values: int = 10**9, nodes: int = 10**9, status: int = 
     max_examples=150, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 @hypothesis.given(VALUES, st.booleans())
-def test_what_is_counted_is_what_there_is(
+def test_counts_agree_with_the_parsed_json(
     monkeypatch: pytest.MonkeyPatch, window: int, value: Any, ascii: bool
 ) -> None:
     monkeypatch.setattr(body, "WINDOW_BYTES", window)
@@ -66,7 +66,7 @@ def test_several_texts_share_the_limits() -> None:
         JsonLimits(4, 1).check(b"[1,2]", b"[3,4]", what="Both")
 
 
-def test_numbers_may_not_be_endless() -> None:
+def test_long_numbers_are_refused() -> None:
     limits = JsonLimits(100, 100)
     limits.check(b"[" + b"7" * 399 + b"]")
     limits.check(json.dumps(["1" * 5000, '\\"' + "2" * 5000, {"3" * 5000: 1}]).encode())
@@ -74,12 +74,12 @@ def test_numbers_may_not_be_endless() -> None:
         assert "a number of 400 digits or more" in refused(b'["a",' + number + b"]", status=400)
 
 
-def test_text_that_is_no_json_is_left_to_the_parser() -> None:
+def test_text_that_is_not_json_is_left_to_the_parser() -> None:
     for text in (b"", b'"', b'{"a', b"\\", b'"\\', b"\xff\xfe", b'"a" "b" "c'):
         JsonLimits(100, 100).check(text)
 
 
-def test_limits_grow_with_the_body_that_may_be() -> None:
+def test_limits_grow_with_the_largest_body() -> None:
     assert JsonLimits.for_body(4 << 20) == JsonLimits(1 << 18, 1 << 16)
     assert JsonLimits.for_body(1 << 10) == JsonLimits(MIN_LIMIT, MIN_LIMIT)
     assert JsonLimits.for_body(1 << 30) == JsonLimits(1 << 26, 1 << 24)

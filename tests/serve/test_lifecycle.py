@@ -1,4 +1,4 @@
-"""Beginnings and ends: clients that leave, models that come and go, a stuck engine, a signal to stop."""
+"""Disconnecting clients, loading and unloading, a stuck engine, signals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def idle(server: RunningServer) -> bool:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_is_forgotten_within_a_step(server: RunningServer, stream: bool) -> None:
+def test_jobs_of_a_disconnected_client_end_within_a_step(server: RunningServer, stream: bool) -> None:
     inner = server.engine.models["tiny"].generator.generator
     with slow_decode(server, lambda: time.sleep(0.05)):
         line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
@@ -45,11 +45,11 @@ def test_a_client_that_leaves_is_forgotten_within_a_step(server: RunningServer, 
         line.close()
         had = job.new_tokens
         server.wait(lambda: idle(server))
-    assert job.new_tokens <= had + 2  # the step under way, and one that may have begun meanwhile
+    assert job.new_tokens <= had + 2  # the current step, and one that may have started meanwhile
     assert server.post("/v1/completions", prompt="a", max_tokens=2)[0] == 200
 
 
-def test_a_stuck_engine_is_noticed(chatty: Path) -> None:
+def test_the_watchdog_reports_a_stuck_engine(chatty: Path) -> None:
     barked: list[str] = []
     held = threading.Event()
     with running_server(preloaded(chatty), Options(ready_seconds=1.0)) as server:
@@ -58,7 +58,7 @@ def test_a_stuck_engine_is_noticed(chatty: Path) -> None:
         watchdog.start()
         with slow_decode(server, held.wait):
             assert server.ask("GET", "/health/ready")[0] == 503
-            assert server.ask("GET", "/health/live")[0] == 200  # the process itself is well
+            assert server.ask("GET", "/health/live")[0] == 200  # the process itself responds
             server.wait(lambda: bool(barked))
             held.set()
         watchdog.stop()
@@ -66,21 +66,21 @@ def test_a_stuck_engine_is_noticed(chatty: Path) -> None:
         assert server.ask("GET", "/health/ready")[0] == 200
     assert "gave no result" in barked[0]
     assert "a job of 1 tokens was queued" in barked[0]
-    assert "held.wait" in barked[0] or "slow" in barked[0]  # where its thread is
+    assert "held.wait" in barked[0] or "slow" in barked[0]  # the stack of its thread
 
 
-def test_the_watchdog_lets_a_working_engine_be(server: RunningServer) -> None:
+def test_the_watchdog_ignores_a_working_engine(server: RunningServer) -> None:
     barked: list[str] = []
-    watchdog = Watchdog(server.engine, 3.0, barked.append)  # a busy machine may be still for a second itself
+    watchdog = Watchdog(server.engine, 3.0, barked.append)  # a busy machine may stall for a second
     watchdog.start()
     with slow_decode(server, lambda: time.sleep(0.15)):
         server.post("/v1/completions", prompt="a", max_tokens=24, min_tokens=24)
-    time.sleep(3.3)  # nothing to do is no reason either
+    time.sleep(3.3)  # an idle engine is not stuck either
     watchdog.stop()
     assert barked == []
 
 
-def test_a_pulse_is_silent_only_while_something_waits() -> None:
+def test_activity_stalls_only_while_jobs_are_pending() -> None:
     now = [0.0]
     pulse = Activity(lambda: now[0])
     now[0] = 100
@@ -99,7 +99,7 @@ def test_a_pulse_is_silent_only_while_something_waits() -> None:
     assert pulse.stalled_seconds == 0
 
 
-def test_ready_while_others_work(server: RunningServer) -> None:
+def test_the_server_is_ready_while_it_generates(server: RunningServer) -> None:
     with slow_decode(server, lambda: time.sleep(0.01)):
         asking = threading.Thread(target=lambda: server.post("/v1/completions", **SHORT))
         asking.start()
@@ -108,7 +108,7 @@ def test_ready_while_others_work(server: RunningServer) -> None:
         asking.join()
 
 
-def test_being_asked_whether_it_is_ready_costs_no_cached_prompt(server: RunningServer) -> None:
+def test_readiness_probes_evict_no_cached_prompt(server: RunningServer) -> None:
     prompt = "the quick brown fox " * 20
     server.post("/v1/completions", prompt=prompt, max_tokens=1)
     for _ in range(40):
@@ -117,7 +117,7 @@ def test_being_asked_whether_it_is_ready_costs_no_cached_prompt(server: RunningS
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
-def test_models_come_and_go_by_name(chatty: Path, tmp_path: Path) -> None:
+def test_models_are_loaded_and_unloaded_by_name(chatty: Path, tmp_path: Path) -> None:
     shapes = making.matrix_shapes(chatty)
     adapter = making.write_adapter(tmp_path / "lora", shapes, size=3.0)
     listings = [
@@ -163,7 +163,7 @@ def test_models_come_and_go_by_name(chatty: Path, tmp_path: Path) -> None:
 
 @contextmanager
 def unloading(server: RunningServer, **body: Any) -> Iterator[dict[str, Any]]:
-    """Ask something, and unload the model after a few tokens; what came of both, at the end.
+    """Send a request and unload the model after a few tokens; returns both outcomes.
 
     In the block neither gets any further.
     """
@@ -200,7 +200,7 @@ def unloading(server: RunningServer, **body: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_unloading_waits_for_what_runs(chatty: Path, stream: bool) -> None:
+def test_unloading_waits_for_requests_in_flight(chatty: Path, stream: bool) -> None:
     with running_server(preloaded(chatty), Options(api_keys=ApiKeys(admin_keys=["k"]))) as server:
         with unloading(server, **SHORT, stream=stream) as found:
             late = server.post("/v1/completions", "k", **SHORT)
@@ -217,7 +217,7 @@ def test_unloading_waits_for_what_runs(chatty: Path, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_unloading_does_not_wait_for_ever(chatty: Path, stream: bool) -> None:
+def test_unloading_waits_no_longer_than_the_limit(chatty: Path, stream: bool) -> None:
     options = Options(api_keys=ApiKeys(admin_keys=["k"]))
     with running_server(preloaded(chatty, drain_seconds=0.2), options) as server:
         with unloading(server, **LONG, stream=stream) as found:
@@ -253,7 +253,7 @@ def test_the_state_shows_pages_queue_and_batch(server: RunningServer) -> None:
     assert 'exlm_jobs{model="tiny",state="running"} 0.0' in numbers
 
 
-def test_a_folder_with_a_page_is_shown(chatty: Path, tmp_path: Path) -> None:
+def test_a_web_folder_is_served(chatty: Path, tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text("<h1>Chat</h1>")
     (tmp_path / "chat.js").write_text("1")
     with running_server(preloaded(chatty), Options(web=tmp_path)) as server:
@@ -281,7 +281,7 @@ def child(folder: Path, mode: str, reports: Path) -> Iterator[tuple[subprocess.P
 
 
 def test_a_signal_drains(chatty: Path, tmp_path: Path) -> None:
-    """What ends in time is answered whole; what does not is told that it is not."""
+    """Requests that finish in time are answered whole; the others end with an error."""
     with child(chatty, "slow", tmp_path) as (process, port), ExitStack() as stack:
         replies = []
         for count in (20, 1000):
@@ -301,7 +301,7 @@ def test_a_signal_drains(chatty: Path, tmp_path: Path) -> None:
         assert process.wait(20) == 0
 
 
-def test_a_second_signal_ends_at_once_and_without_a_word(chatty: Path, tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once_without_output(chatty: Path, tmp_path: Path) -> None:
     with child(chatty, "slow", tmp_path) as (process, port):
         body = json.dumps({**LONG, "max_tokens": 1000, "min_tokens": 1000, "stream": True})
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as line:
@@ -314,13 +314,13 @@ def test_a_second_signal_ends_at_once_and_without_a_word(chatty: Path, tmp_path:
             assert process.wait(20) == 0
             with pytest.raises(
                 (http.client.HTTPException, OSError)
-            ):  # cut off: after 4 s it would be told why
+            ):  # cut off: after 4 s it would have got an error
                 reply.read()
         assert process.stderr is not None
         assert process.stderr.read() == ""
 
 
-def test_a_stuck_process_ends_itself(chatty: Path, tmp_path: Path) -> None:
+def test_a_stuck_process_exits(chatty: Path, tmp_path: Path) -> None:
     with child(chatty, "stuck", tmp_path) as (process, port):
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as line:
             line.request("POST", "/v1/completions", json.dumps(LONG), {"Content-Type": "application/json"})
@@ -334,7 +334,7 @@ def test_a_stuck_process_ends_itself(chatty: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process as a shell does")
-def test_a_process_that_was_stopped_for_a_while_goes_on(chatty: Path, tmp_path: Path) -> None:
+def test_a_process_that_was_suspended_continues(chatty: Path, tmp_path: Path) -> None:
     with child(chatty, "watched", tmp_path) as (process, port):
         body = json.dumps({**LONG, "max_tokens": 60, "min_tokens": 60, "stream": True})
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as line:
@@ -343,7 +343,7 @@ def test_a_process_that_was_stopped_for_a_while_goes_on(chatty: Path, tmp_path: 
             text = reply.read(10)
             for _ in range(2):
                 process.send_signal(signal.SIGSTOP)
-                time.sleep(2.5)  # the server is taken for stuck after 1 s
+                time.sleep(2.5)  # the server counts as stuck after 1 s
                 process.send_signal(signal.SIGCONT)
                 time.sleep(0.1)
             text += reply.read()

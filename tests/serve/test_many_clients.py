@@ -1,4 +1,4 @@
-"""Many at once: five hundred streams, a third of them abandoned, and tenants who share a server."""
+"""Five hundred concurrent streams, a third of them abandoned, and tenants that share a server."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TOKENS = 12
 
 
 def resident() -> int:
-    """Bytes of memory this process holds."""
+    """Resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
 
 async def stream(port: int, number: int, leaves_after: int | None) -> str:
-    """One client: the text it was given, or "" if it left after so many bytes."""
+    """One client: returns the text it got, or "" if it disconnected after `leave_after` bytes."""
     body = json.dumps(
         {
             "prompt": f"client {number}: ",
@@ -56,7 +56,7 @@ async def stream(port: int, number: int, leaves_after: int | None) -> str:
 
 
 def crowd(server: RunningServer, count: int, seed: int) -> list[str]:
-    """So many clients at once; a third leave at random points."""
+    """Many concurrent clients, of which a third disconnect at random points."""
     random = Random(seed)
     plans = [random.choice([0, 1, 200, 900]) if random.random() < 1 / 3 else None for _ in range(count)]
 
@@ -84,7 +84,7 @@ def settled(server: RunningServer) -> bool:
     )
 
 
-def test_five_hundred_streams_of_which_a_third_are_abandoned(roomy: RunningServer) -> None:
+def test_five_hundred_streams_with_a_third_abandoned(roomy: RunningServer) -> None:
     crowd(roomy, 100, seed=1)
     roomy.wait(lambda: settled(roomy))
     gc.collect()
@@ -103,14 +103,14 @@ def test_five_hundred_streams_of_which_a_third_are_abandoned(roomy: RunningServe
         "/v1/completions", prompt=prompt, max_tokens=TOKENS, min_tokens=TOKENS, temperature=0
     )
     assert status == 200
-    assert reply["choices"][0]["text"] == texts[finished]  # the same alone as in the crowd
+    assert reply["choices"][0]["text"] == texts[finished]  # the same alone as with others
 
 
-PROMPTS = ["once upon a time ", "once upon a time there was ", "x", "the same prompt for everybody " * 12]
+PROMPTS = ["once upon a time ", "once upon a time there was ", "x", "the same prompt for all of us " * 12]
 
 
 def requests(tenant: int, count: int) -> list[dict[str, Any]]:
-    """What a tenant asks: prompts that the other one asks as well, each with its own settings."""
+    """The requests of a tenant: the same prompts for all tenants, with different settings."""
     random = Random(tenant)
     return [
         {
@@ -136,7 +136,7 @@ def asked(server: RunningServer, key: str, bodies: list[dict[str, Any]]) -> Any:
     return out
 
 
-def test_tenants_do_not_notice_each_other(chatty: Path) -> None:
+def test_tenants_get_the_same_answers_alone_and_together(chatty: Path) -> None:
     keys = ["sk-one", "sk-two"]
     bodies = [requests(tenant, 16) for tenant in range(2)]
 
@@ -163,7 +163,7 @@ def test_tenants_do_not_notice_each_other(chatty: Path) -> None:
         assert found[2 * tenant + 1] == alone[tenant][1::2]
 
 
-def test_a_tenant_cannot_see_what_another_one_asked(chatty: Path) -> None:
+def test_a_tenant_cannot_detect_another_ones_prompts(chatty: Path) -> None:
     body = {"prompt": "a secret that takes more than one page " * 8, "max_tokens": 1}
     with running_server(preloaded(chatty), Options(api_keys=ApiKeys(["one", "two"]))) as server:
 

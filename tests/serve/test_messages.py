@@ -1,4 +1,4 @@
-"""Requests as real clients write them: with every field their classes have."""
+"""Requests as real clients write them, with every field that their classes have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chat(*messages: dict[str, Any], **more: Any) -> ChatRequest:
     return ChatRequest.model_validate({"messages": list(messages), **more})
 
 
-def test_null_is_as_good_as_nothing_inside_too() -> None:
+def test_nested_nulls_count_as_left_out() -> None:
     unused = dict.fromkeys(("name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"))
     part = {"type": "text", "text": "hi", "image_url": None, "input_audio": None}
     plain = [
@@ -56,12 +56,12 @@ def test_every_field_of_the_official_client_may_be_null() -> None:
         {"role": "user"},
     ],
 )
-def test_what_is_unknown_or_needed_is_still_told(message: dict[str, Any]) -> None:
+def test_unknown_and_missing_fields_are_still_refused(message: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         chat(message)
 
 
-def test_litellm_may_give_back_what_it_made_of_a_reply() -> None:
+def test_messages_as_litellm_sends_them_back_are_accepted() -> None:
     notes = {"provider_specific_fields": {"refusal": None}}
     function = {**CALL["function"], **notes}  # type: ignore[dict-item]
     said = {
@@ -84,13 +84,13 @@ def test_litellm_may_give_back_what_it_made_of_a_reply() -> None:
         ],
     ],
 )
-def test_a_conversation_has_as_many_tokens_as_are_counted(server: RunningServer, messages: list[Any]) -> None:
+def test_tokenize_counts_what_a_chat_uses(server: RunningServer, messages: list[Any]) -> None:
     counted = server.post("/tokenize", messages=messages)[1]["count"]
     reply = server.post("/v1/chat/completions", messages=messages, max_tokens=1)[1]
     assert reply["usage"]["prompt_tokens"] == counted
 
 
-def test_a_field_that_is_not_served_may_ask_for_nothing() -> None:
+def test_no_op_values_of_unsupported_fields_are_accepted() -> None:
     asked = {"prompt": "a", "n": 2, "best_of": 2, "suffix": ""}
     assert CompletionRequest.model_validate(asked).n == 2
     for more in ({"best_of": 3}, {"suffix": "b"}, {"best_of": 2, "n": 1}):

@@ -1,4 +1,4 @@
-"""The numbers for Prometheus add up to what was answered, and to what was worked for in vain."""
+"""The Prometheus metrics add up to what was answered, and to work for cut answers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.serve.running_server import RunningServer, slow_decode
 
 
 def numbers(server: RunningServer) -> dict[str, float]:
-    """Counts of tokens by kind, and of answers that were cut."""
+    """Token counts by kind, and the count of cut answers."""
     text = server.ask("GET", "/metrics")[1]
     found = re.findall(r'^exlm_tokens_total\{kind="(\w+)",model="tiny"\} (\S+)$', text, re.MULTILINE)
     found += re.findall(r"^exlm_(cut)_answers_total (\S+)$", text, re.MULTILINE)
     return {"prompt": 0.0, "cached": 0.0, "generated": 0.0} | {name: float(count) for name, count in found}
 
 
-def test_tokens_are_counted_as_they_are_told(server: RunningServer) -> None:
+def test_token_counters_agree_with_usage(server: RunningServer) -> None:
     before = numbers(server)
     usage = server.post("/v1/completions", prompt=["ab" * 40, "c"], n=2, max_tokens=5)[1]["usage"]
     now = numbers(server)
@@ -28,7 +28,7 @@ def test_tokens_are_counted_as_they_are_told(server: RunningServer) -> None:
     assert now["cut"] == before["cut"]
 
 
-def test_what_nobody_took_is_counted_too(server: RunningServer) -> None:
+def test_cut_answers_are_counted(server: RunningServer) -> None:
     inner = server.engine.models["tiny"].generator.generator
     before = numbers(server)
     with slow_decode(server, lambda: time.sleep(0.02)):

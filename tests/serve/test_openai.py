@@ -1,4 +1,4 @@
-"""The official client's calls, against a trained tiny model and, where it is at hand, SmolLM2."""
+"""The official client's calls, against a trained tiny model and, where available, SmolLM2."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WEATHER: Any = {
         },
     },
 }
-PAD = 0  # what the small model pads with
+PAD = 0  # the small model's padding token
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you?"}]
 
 
 class Verdict(BaseModel):
-    """A schema that bounds what a model can say."""
+    """A schema for a constrained answer."""
 
     model_config = {"extra": "forbid", "json_schema_extra": {"x-guidance": {"whitespace_flexible": False}}}
     right: bool
@@ -81,7 +81,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert again.usage.prompt_tokens_details.cached_tokens == reply.usage.prompt_tokens - 1
 
 
-def test_a_stream_says_what_a_whole_answer_says(client: openai.OpenAI) -> None:
+def test_a_stream_equals_the_whole_answer(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12, temperature=0)
     stream = client.chat.completions.create(
         model="tiny",
@@ -168,7 +168,7 @@ def test_logit_bias(client: openai.OpenAI, running: RunningServer) -> None:
     assert reply.choices[0].message.content == "aaaa"
 
 
-def test_tokens_spell_the_text_they_came_from(running: RunningServer) -> None:
+def test_detokenize_inverts_tokenize(running: RunningServer) -> None:
     text = "<|im_start|>user\nné 👍<|im_end|>\n<|endoftext|><|endoftext|> x<|im_end|>"
     tokens = running.post("/tokenize", text=text)[1]["tokens"]
     assert running.post("/tokenize", text="<|endoftext|>")[1]["tokens"] == [PAD]
@@ -202,7 +202,7 @@ def test_json_object(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_tool_must_be_called(client: openai.OpenAI, choice: Any) -> None:
+def test_a_forced_tool_call(client: openai.OpenAI, choice: Any) -> None:
     reply = client.chat.completions.create(
         model="tiny", messages=HELLO, tools=[WEATHER], tool_choice=choice, max_tokens=160, temperature=0
     )
@@ -234,7 +234,7 @@ def test_a_streamed_call_equals_a_whole_one(client: openai.OpenAI) -> None:
     assert (name, arguments) == (whole.function.name, whole.function.arguments)
 
 
-def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
+def test_a_conversation_continues_after_tool_calls(client: openai.OpenAI) -> None:
     call = {
         "id": "call_1",
         "type": "function",
@@ -249,7 +249,7 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
     assert reply.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
-def test_a_reply_can_be_given_back_as_it_came(client: openai.OpenAI) -> None:
+def test_a_reply_can_be_sent_back_unchanged(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4}
     reply = client.chat.completions.create(**asked, messages=HELLO).choices[0].message
     for said in (reply, reply.model_dump()):
@@ -257,7 +257,7 @@ def test_a_reply_can_be_given_back_as_it_came(client: openai.OpenAI) -> None:
         assert client.chat.completions.create(**asked, messages=messages).choices
 
 
-def test_what_the_client_has_put_together_and_parsed_can_be_given_back(client: openai.OpenAI) -> None:
+def test_what_the_client_assembled_from_a_stream_can_be_sent_back(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "temperature": 0}
     forced: Any = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 160}
     with client.chat.completions.stream(**asked, **forced, messages=HELLO) as stream:
@@ -274,7 +274,7 @@ def test_what_the_client_has_put_together_and_parsed_can_be_given_back(client: o
     assert client.chat.completions.create(**asked, messages=messages, max_tokens=4).choices
 
 
-def test_null_is_as_good_as_nothing(client: openai.OpenAI) -> None:
+def test_nulls_count_as_left_out(client: openai.OpenAI) -> None:
     unused = dict.fromkeys(("n", "stream", "logprobs", "stop", "tools", "seed", "top_p", "banned_strings"))
     reply = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2, extra_body=unused)
     assert len(reply.choices) == 1
@@ -282,7 +282,7 @@ def test_null_is_as_good_as_nothing(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="tiny", messages=HELLO, extra_body={"frequenzy": None})
 
 
-def test_what_has_no_bearing_on_the_answer_is_taken(client: openai.OpenAI) -> None:
+def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
     noted: Any = {
         "metadata": {"chat": "1"},
         "store": False,
@@ -315,7 +315,7 @@ def test_errors(client: openai.OpenAI) -> None:
         client.embeddings.create(model="tiny", input="text")
 
 
-def test_everything_of_ours_is_understood(client: openai.OpenAI) -> None:
+def test_our_own_fields_are_accepted(client: openai.OpenAI) -> None:
     own = {
         "top_k": 20,
         "min_p": 0.05,

@@ -1,4 +1,4 @@
-"""Replies: whatever pieces a text comes in, the events of a stream add up to the whole reply."""
+"""However a text is cut into deltas, the events of a stream add up to the whole response."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def order(
     )  # type: ignore[arg-type]
 
 
-def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message a client makes of a stream's events."""
+def accumulate(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client assembles from a stream's events."""
     message: dict[str, Any] = {"role": None, "content": "", "reasoning_content": "", "tool_calls": []}
     reason = None
     for told in events:
@@ -93,7 +93,7 @@ def test_events_add_up_to_the_reply(text: str, style: ToolFormat | None, cuts: l
     (choice,) = answer.body()["choices"]
     whole = {"content": "", "reasoning_content": "", "tool_calls": [], **choice["message"]}
     whole["content"] = whole["content"] or ""
-    assert added_up(events) == {"message": whole, "finish_reason": choice["finish_reason"]}
+    assert accumulate(events) == {"message": whole, "finish_reason": choice["finish_reason"]}
     assert (choice["finish_reason"] == "tool_calls") == bool(whole["tool_calls"])
 
 
@@ -110,7 +110,7 @@ def test_usage_counts_a_shared_prompt_once() -> None:
     assert last["usage"] == usage
 
 
-def test_no_token_is_told_twice_or_never() -> None:
+def test_every_token_is_sent_exactly_once() -> None:
     tokens = [SampledToken(letter, -1.0, ()) for letter in "abc"]
     answer = response_writer(order(HERMES, top=0))
     events = answer.push(0, OutputDelta(" ", (tokens[0],)))  # held back: it may be the space before a call
@@ -126,7 +126,7 @@ def test_no_token_is_told_twice_or_never() -> None:
     assert [token["token"] for token in answer.body()["choices"][0]["logprobs"]["content"]] == ["a", "b", "c"]
 
 
-def test_probabilities_are_the_models_own() -> None:
+def test_logprobs_are_the_models_own() -> None:
     logits = torch.tensor([[[1.0, 3.0, 2.0, float("-inf"), 0.0]]])
     result = {
         "stage": "streaming",
@@ -145,7 +145,7 @@ def test_probabilities_are_the_models_own() -> None:
     assert output_delta({"stage": "streaming", "eos": False}, order(None)) is None
 
 
-def test_the_token_that_was_taken_is_among_the_likeliest_of_a_completion() -> None:
+def test_top_logprobs_of_a_completion_include_the_sampled_token() -> None:
     asked = GenerationRequest("m", Words(), job_arguments=({},), top_logprobs=1)  # type: ignore[arg-type]
     answer = response_writer(asked)
     taken = (SampledToken("a", -1.0, (("b", -0.5),)), SampledToken("b", -0.5, (("b", -0.5),)))
@@ -154,8 +154,8 @@ def test_the_token_that_was_taken_is_among_the_likeliest_of_a_completion() -> No
     assert told["top_logprobs"] == [{"b": -0.5, "a": -1.0}, {"b": -0.5}]
 
 
-def test_tokens_are_where_their_text_is_in_streams_and_whole() -> None:
-    """Tokens may stand for more than is shown: a healed one, the parts of a character, a hidden one."""
+def test_text_offsets_agree_in_streams_and_whole_responses() -> None:
+    """Tokens may stand for more text than is shown: a healed token, bytes of a character, a special token."""
 
     def tokens(*texts: str) -> tuple[SampledToken, ...]:
         return tuple(SampledToken(text, -1.0, ()) for text in texts)

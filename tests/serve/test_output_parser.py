@@ -1,4 +1,4 @@
-"""Thoughts, text and calls: known messages are read back, and no way of cutting them changes anything."""
+"""Reasoning, content and tool calls are parsed back from known messages, however these are cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STYLES = [HERMES, LLAMA3, MISTRAL, GENERIC]
 NAMES = frozenset({"f", "get_weather"})
 
 Message = tuple[str, str, list[tuple[str, str]]]
-"""Thoughts, text, and calls as names and arguments."""
+"""Reasoning, content, and calls as names and arguments."""
 
 
 def joined(parts: list[ResponseEvent]) -> Message:
@@ -50,7 +50,7 @@ def joined(parts: list[ResponseEvent]) -> Message:
 
 
 def read(text: str, style: ToolFormat | None, cuts: tuple[int, ...] = (), **options: Any) -> Message:
-    """A text fed in pieces that end at these places."""
+    """Parse a text in deltas that end at these offsets."""
     parser = OutputParser(style, NAMES, **options)
     parts: list[ResponseEvent] = []
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
@@ -77,7 +77,7 @@ texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).m
     st.booleans(),
     st.sampled_from([None, 1]),
 )
-def test_cutting_changes_nothing(
+def test_events_do_not_depend_on_the_deltas(
     text: str, style: ToolFormat | None, cuts: list[int], thinking: bool, forced: bool, most: int | None
 ) -> None:
     options: dict[str, Any] = {"in_reasoning": thinking, "forced_call": forced, "max_calls": most}
@@ -88,7 +88,7 @@ def test_cutting_changes_nothing(
 
 
 @given(texts, st.sampled_from([None, HERMES, MISTRAL]))
-def test_text_without_markers_is_left_alone(text: str, style: ToolFormat | None) -> None:
+def test_text_without_markers_is_content(text: str, style: ToolFormat | None) -> None:
     markers = ["<think>"] + ([style.start_marker] if style else [])
     if not any(marker in text for marker in markers):
         assert read(text, style) == ("", text, [])
@@ -128,7 +128,7 @@ def written(style: ToolFormat, made: list[tuple[str, dict[str, Any]]]) -> str:
     calls,
     st.lists(st.integers(0, 400), max_size=6),
 )
-def test_what_was_meant_is_read(
+def test_written_messages_are_parsed_back(
     style: ToolFormat,
     thought: str | None,
     said: str | None,
@@ -136,7 +136,7 @@ def test_what_was_meant_is_read(
     cuts: list[int],
 ) -> None:
     if style.bare_json:
-        said = None  # there, text in front makes the rest text as well
+        said = None  # text in front makes the rest content as well
     text = f"<think>\n{thought}\n</think>\n\n" if thought else ""
     text += f"{said}\n" if said else ""
     found = read(text + written(style, made), style, tuple(cuts))
@@ -165,17 +165,17 @@ def test_what_was_meant_is_read(
         ('{"name": "f", "arguments": "{\\"a\\": 1}"}', GENERIC, ("", "", [("f", '{"a": 1}')])),
     ],
 )
-def test_odd_texts(text: str, style: ToolFormat | None, message: Message) -> None:
+def test_malformed_calls(text: str, style: ToolFormat | None, message: Message) -> None:
     assert read(text, style) == message
 
 
-def test_a_prompt_may_end_inside() -> None:
+def test_a_prompt_may_end_inside_reasoning_or_a_call() -> None:
     assert read("a</think> b", None, in_reasoning=True) == ("a", "b", [])
     assert read('{"name": "f", "arguments": {}}', HERMES, forced_call=True) == ("", "", [("f", "{}")])
     assert read('[{"name": "f", "arguments": {}}]', MISTRAL, forced_call=True) == ("", "", [("f", "{}")])
 
 
-def test_templates_tell_their_style() -> None:
+def test_the_tool_format_of_templates() -> None:
     assert detect_tool_format("…<tool_call>…") is HERMES
     assert detect_tool_format("…[TOOL_CALLS]…") is MISTRAL
     assert detect_tool_format("…<|python_tag|>…") is LLAMA3

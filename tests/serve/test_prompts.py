@@ -40,7 +40,7 @@ def collapsing() -> tokenizers.Tokenizer:
 
 
 def by_words() -> tokenizers.Tokenizer:
-    """A token for each of two words, and one for whatever other letters there are in a row."""
+    """A token for each of two words, and one for any run of other letters."""
     made = tokenizers.Tokenizer(models.WordLevel({"</s>": 0, "<unk>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return made
@@ -62,7 +62,7 @@ def read(made: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
 
 
 class Counting:
-    """A tokenizer that counts the characters it is given."""
+    """A tokenizer that counts the characters it encodes."""
 
     def __init__(self, inner: Tokenizer) -> None:
         self.inner, self.characters = inner, 0
@@ -99,7 +99,7 @@ FITTING: list[tuple[Callable[[], tokenizers.Tokenizer], str]] = [
 
 @pytest.mark.parametrize(("make", "text"), FITTING, ids=[str(i) for i in range(len(FITTING))])
 @pytest.mark.parametrize("special", [False, True])
-def test_a_long_text_of_few_tokens_is_taken(
+def test_a_long_text_of_few_tokens_is_accepted(
     tmp_path: Path, make: Callable[[], tokenizers.Tokenizer], text: str, special: bool
 ) -> None:
     tokenizer = read(make(), tmp_path)
@@ -142,7 +142,7 @@ TOO_LONG: list[tuple[Callable[[], tokenizers.Tokenizer], str]] = [
 
 @pytest.mark.parametrize(("make", "text"), TOO_LONG, ids=[str(i) for i in range(len(TOO_LONG))])
 @pytest.mark.parametrize("field", ["prompt", "prompts", "negative_prompt"])
-def test_too_long_a_text_is_refused_after_a_few_slices(
+def test_a_text_that_is_too_long_is_refused_after_a_few_slices(
     tmp_path: Path, make: Callable[[], tokenizers.Tokenizer], text: str, field: str
 ) -> None:
     tokenizer = Counting(read(make(), tmp_path))
@@ -168,9 +168,7 @@ def test_special_text_counts_as_it_is_encoded(tmp_path: Path) -> None:
     [([5] * ROOM, ROOM), ([[5], [5] * 1_000_000], 1_000_000), ([299_999] * ROOM, ROOM)],
     ids=["one", "of several", "of no token"],
 )
-def test_token_ids_are_counted_before_anything_is_made_of_them(
-    tmp_path: Path, prompt: Any, count: int
-) -> None:
+def test_token_ids_are_counted_before_tensors_are_made(tmp_path: Path, prompt: Any, count: int) -> None:
     host = host_of(read(byte_level(), tmp_path))
     with pytest.raises(APIError, match=f"has {count} tokens and the context {ROOM}"):
         to_generation_request(CompletionRequest(prompt=prompt), host, Limits())

@@ -1,4 +1,4 @@
-"""The published description: replies keep to it, and nothing it allows, or nearly, breaks the server."""
+"""The OpenAPI description: responses match it, and no request near it breaks the server."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ OPERATIONS = [
 ]
 
 
-def test_the_description_can_be_read_without_anybody_else(server: RunningServer) -> None:
+def test_the_docs_page_loads_nothing_from_other_servers(server: RunningServer) -> None:
     status, page, headers = server.ask("GET", "/docs")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert "://" not in page
@@ -97,12 +97,12 @@ def test_no_request_breaks_the_server(described: Any, method: str, path: str) ->
         check()
 
 
-def test_every_operation_is_tried(described: Any) -> None:
+def test_every_operation_is_fuzzed(described: Any) -> None:
     every = {(one.ok().method.upper(), one.ok().path) for one in described.get_all_operations()}
     assert every == {*OPERATIONS}
 
 
-def test_every_sampler_setting_can_be_said() -> None:
+def test_every_sampler_setting_is_in_the_schema() -> None:
     assert {*SETTINGS} <= BaseRequest.model_fields.keys()
     assert {one.name for one in fields(Settings)} == {*SETTINGS, *NOT_IN_JSON}
     assert {
@@ -112,7 +112,7 @@ def test_every_sampler_setting_can_be_said() -> None:
 
 
 def said(name: str) -> st.SearchStrategy[Any]:
-    """Values of a sampler setting that the schema allows, often the extreme ones."""
+    """Values of a sampler setting that the schema allows, often extreme ones."""
     (kind, *_) = BaseRequest.model_json_schema()["properties"][name]["anyOf"]
     low, high = kind.get("minimum", kind.get("exclusiveMinimum", 0)), kind.get("maximum", 1)
     match kind["type"]:
@@ -147,7 +147,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_replies_keep_to_the_schema(server: RunningServer, path: str, body: dict[str, Any]) -> None:
+def test_replies_match_the_schema(server: RunningServer, path: str, body: dict[str, Any]) -> None:
     description = server.ask("GET", "/openapi.json")[1]
     content = description["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]
     status, reply = server.post(path, **body)
@@ -156,7 +156,7 @@ def test_replies_keep_to_the_schema(server: RunningServer, path: str, body: dict
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS[:4])
-def test_events_keep_to_the_schema(server: RunningServer, path: str, body: dict[str, Any]) -> None:
+def test_events_match_the_schema(server: RunningServer, path: str, body: dict[str, Any]) -> None:
     kind = TypeAdapter[Any](ChatChunk if "chat" in path else CompletionReply)
     events = server.events(path, **body, stream_options={"include_usage": True})
     for told in events:
@@ -166,7 +166,7 @@ def test_events_keep_to_the_schema(server: RunningServer, path: str, body: dict[
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS[:4])
-def test_streams_keep_to_the_description(described: Any, path: str, body: dict[str, Any]) -> None:
+def test_streams_match_the_description(described: Any, path: str, body: dict[str, Any]) -> None:
     operation = described[path]["POST"]
     for wrong in (False, True):
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}

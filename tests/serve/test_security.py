@@ -1,4 +1,4 @@
-"""Keys, limits and hostile requests: refused quickly, each by its own status, and nobody else suffers."""
+"""Keys, limits and hostile requests: refused quickly, each with its own status, without harm to others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_liveness_needs_none(server: RunningServer) -> None:
     assert server.ask("GET", "/health/live")[:2] == (200, {"status": "alive"})
 
 
-def test_probes_may_ask_for_heads(server: RunningServer) -> None:
+def test_probes_may_send_head(server: RunningServer) -> None:
     line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     with closing(line):
         for path, status in (
@@ -78,8 +78,8 @@ def test_probes_may_ask_for_heads(server: RunningServer) -> None:
         assert line.getresponse().status == 401
 
 
-def test_a_key_may_be_shown_in_three_ways(server: RunningServer) -> None:
-    basic = base64.b64encode(f"anybody:{KEY}".encode()).decode()
+def test_a_key_may_be_sent_in_three_ways(server: RunningServer) -> None:
+    basic = base64.b64encode(f"user:{KEY}".encode()).decode()
     for headers in (
         {"Authorization": f"bearer {KEY}"},
         {"Authorization": f"Basic {basic}"},
@@ -89,7 +89,7 @@ def test_a_key_may_be_shown_in_three_ways(server: RunningServer) -> None:
     assert server.ask("GET", "/v1/models", Authorization="Basic !!!")[0] == 401
 
 
-def test_keys_have_salts_and_ranks() -> None:
+def test_keys_have_salts_and_admin_rights() -> None:
     ring = ApiKeys([KEY, OTHER], [ADMIN])
     callers = [ring.authenticate({b"x-api-key": key.encode()}) for key in (KEY, OTHER, ADMIN)]
     assert [caller.admin for caller in callers if caller] == [False, False, True]
@@ -97,7 +97,7 @@ def test_keys_have_salts_and_ranks() -> None:
     assert ApiKeys().authenticate({}) == Caller()
     assert (
         ApiKeys([KEY]).authenticate({b"x-api-key": KEY.encode()}) != callers[0]
-    )  # another server, another salt
+    )  # another server has another secret
 
 
 def test_admin_routes_need_an_admin(server: RunningServer) -> None:
@@ -107,7 +107,7 @@ def test_admin_routes_need_an_admin(server: RunningServer) -> None:
     assert server.post("/v1/admin/models/load", ADMIN, model="tiny")[0] == 200
 
 
-def test_what_all_tenants_do_is_shown_to_admins_only(server: RunningServer) -> None:
+def test_the_state_is_shown_to_admins_only(server: RunningServer) -> None:
     for key in (KEY, OTHER):
         status, reply, _ = server.ask("GET", "/v1/internal/state", None, key)
         assert (status, "models" in reply) == (403, False)
@@ -207,7 +207,7 @@ def test_an_unknown_field_is_named(server: RunningServer) -> None:
         assert repr(name) in reply["error"]["message"]
 
 
-def test_what_is_wrong_is_named_as_the_request_has_it(server: RunningServer) -> None:
+def test_errors_name_fields_as_the_request_does(server: RunningServer) -> None:
     asked = {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}
     error = server.post("/v1/completions", KEY, **asked)[1]["error"]
     assert error["param"] == "response_format.json_schema.schema"
@@ -217,13 +217,13 @@ def test_what_is_wrong_is_named_as_the_request_has_it(server: RunningServer) -> 
     assert error["param"] == "tool_choice.function.mode"
 
 
-def test_tokens_that_are_none_have_no_text(server: RunningServer) -> None:
+def test_ids_outside_the_vocabulary_are_refused(server: RunningServer) -> None:
     status, reply = server.post("/detokenize", KEY, tokens=[60, 99_999])
     assert (status, reply["error"]["param"]) == (422, "tokens")
     assert "99999 is outside the vocabulary" in reply["error"]["message"]
 
 
-def test_only_json_is_taken(server: RunningServer) -> None:
+def test_only_json_is_accepted(server: RunningServer) -> None:
     assert server.ask("POST", "/v1/completions", b"{}", KEY, **{"Content-Type": "text/plain"})[0] == 415
 
 
@@ -242,7 +242,7 @@ def test_a_body_without_a_length_is_counted(server: RunningServer) -> None:
 
 @contextmanager
 def standing(server: RunningServer) -> Iterator[Callable[[str, int], None]]:
-    """An engine that stands still until the block ends, and a way to have a key ask so much of it."""
+    """Block the engine for the length of the block; yields a function that sends requests with a key."""
     going, threads = threading.Event(), []
 
     def occupy(key: str, count: int) -> None:
@@ -267,7 +267,7 @@ def inside(server: RunningServer) -> int:
     return int(server.ask("GET", "/v1/internal/state", None, ADMIN)[1]["requests"]["inside"])
 
 
-def test_a_full_house_answers_429(chatty: Path) -> None:
+def test_a_full_server_answers_429(chatty: Path) -> None:
     with running_server(preloaded(chatty), Options(api_keys=ApiKeys([], [ADMIN]), limits=BOUNDS)) as server:
         with standing(server) as occupy:
             occupy(ADMIN, BOUNDS.requests)
@@ -278,7 +278,7 @@ def test_a_full_house_answers_429(chatty: Path) -> None:
         assert server.post("/v1/completions", ADMIN, prompt="a", max_tokens=2)[0] == 200
 
 
-def test_one_key_cannot_take_every_place(server: RunningServer) -> None:
+def test_one_key_cannot_take_every_slot(server: RunningServer) -> None:
     with standing(server) as occupy:
         occupy(KEY, 4)
         status, reply, headers = server.ask("POST", "/v1/completions", {"prompt": "a"}, KEY)
@@ -291,7 +291,7 @@ def test_one_key_cannot_take_every_place(server: RunningServer) -> None:
     works(server)
 
 
-def test_costly_grammars_do_not_keep_others_waiting(server: RunningServer) -> None:
+def test_costly_grammars_do_not_delay_other_requests(server: RunningServer) -> None:
     statuses: list[int] = []
 
     def ask(i: int) -> None:
@@ -311,13 +311,11 @@ def test_costly_grammars_do_not_keep_others_waiting(server: RunningServer) -> No
     assert took < 5
 
 
-def test_nothing_is_said_about_what_failed_inside(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_internal_errors_reveal_nothing(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted = server.engine.models["tiny"]
 
     def broken(*_: Any) -> Any:
-        raise RuntimeError("secret at /home/somebody")
+        raise RuntimeError("secret at /home/operator")
 
     with monkeypatch.context() as patch:
         patch.setattr(hosted.generator.generator._engine.runner, "decode", broken)

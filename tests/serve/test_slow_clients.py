@@ -1,4 +1,4 @@
-"""Clients that send or read a byte now and then: raw sockets, cut off in time, and nobody else notices."""
+"""Clients that send or read single bytes: disconnected in time, without harm to others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def connected(server: RunningServer) -> Iterator[socket.socket]:
 
 
 def trickled(line: socket.socket, first: bytes, drop: bytes) -> bytes:
-    """Send something, then a drop every 50 ms; all that is answered until the server closes."""
+    """Send bytes, then one every 50 ms; returns all that the server sends until it closes."""
     line.sendall(first)
     line.settimeout(0.05)
     answer, began = b"", time.monotonic()
@@ -64,7 +64,7 @@ def test_slow_headers(server: RunningServer) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_client_that_says_nothing(server: RunningServer) -> None:
+def test_a_silent_client(server: RunningServer) -> None:
     with connected(server) as line:
         assert line.recv(100) == b""
 
@@ -95,8 +95,8 @@ def test_a_slow_body_that_was_refused_at_once(server: RunningServer) -> None:
     assert answer.startswith(b"HTTP/1.1 401")
 
 
-def test_too_large_a_body_is_refused_in_words(server: RunningServer) -> None:
-    """The client sends on while it is refused: it must be able to read why."""
+def test_a_body_that_is_too_large_gets_an_error_object(server: RunningServer) -> None:
+    """A client that still sends when it is refused must be able to read the error."""
     with connected(server) as line:
         line.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (64 << 20))
         for _ in range(16):
@@ -106,10 +106,8 @@ def test_too_large_a_body_is_refused_in_words(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(("key", "status"), [(b"slow", 413), (b"fast", 401)])
-def test_a_connection_that_is_to_be_closed_is_closed_after_the_body(
-    server: RunningServer, key: bytes, status: int
-) -> None:
-    """Closed before, it would be reset, and the reason lost: so do clients that ask once and go."""
+def test_connection_close_waits_for_the_body(server: RunningServer, key: bytes, status: int) -> None:
+    """If it were closed before, the client would get a reset instead of the error."""
     with connected(server) as line:
         head = HEAD.replace(b"slow", key) + b"Connection: close\r\nContent-Length: %d\r\n\r\n"
         line.sendall(head % (5 << 20))
@@ -123,7 +121,7 @@ def test_a_connection_that_is_to_be_closed_is_closed_after_the_body(
     assert answer.endswith(b"}")
 
 
-def test_an_answer_that_takes_long_is_no_slow_client(server: RunningServer) -> None:
+def test_a_slow_answer_is_not_a_slow_client(server: RunningServer) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 900, "min_tokens": 900, "stream": True}).encode()
     began = time.monotonic()
     with connected(server) as line:
@@ -135,8 +133,8 @@ def test_an_answer_that_takes_long_is_no_slow_client(server: RunningServer) -> N
     assert b"data: [DONE]" in answer
 
 
-def test_an_answer_that_nobody_reads() -> None:
-    """More than all buffers between the two ends can hold."""
+def test_an_unread_response() -> None:
+    """The response is larger than all buffers between server and client."""
     gone = threading.Event()
 
     async def large(scope: Any, receive: Any, send: Any) -> None:

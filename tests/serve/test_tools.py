@@ -1,4 +1,4 @@
-"""Calls that must be made: what their arguments may be, with schemas as clients write them."""
+"""Forced tool calls: the arguments that they may have, with schemas as clients write them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NESTED = {
     "properties": {"via": {"$ref": "#/$defs/Stop"}},
     "required": ["via"],
 }
-"""As pydantic writes a model inside a model."""
+"""A nested model as pydantic writes it."""
 SELF = {
     "$schema": "http://json-schema.org/draft-07/schema#",
     "type": "object",
@@ -45,7 +45,7 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
 
 
 def called(server: RunningServer, tools: list[dict[str, Any]], name: str | None = None, **more: Any) -> Any:
-    """The arguments of a call that had to be made."""
+    """The arguments of a forced call."""
     choice: Any = "required" if name is None else {"type": "function", "function": {"name": name}}
     asked = {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 200, **more}
     status, reply = server.post("/v1/chat/completions", **asked)
@@ -67,12 +67,14 @@ def test_schemas_refer_to_their_own_definitions(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     "parameters", [{}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}]
 )
-def test_what_takes_no_arguments_gets_none(server: RunningServer, parameters: dict[str, Any]) -> None:
+def test_a_tool_without_parameters_gets_no_arguments(
+    server: RunningServer, parameters: dict[str, Any]
+) -> None:
     for seed in range(4):
         assert called(server, [tool("now", **parameters)], seed=seed) == {}
 
 
-def test_nothing_is_made_up_besides_the_arguments_that_are_named(server: RunningServer) -> None:
+def test_only_named_arguments_are_generated(server: RunningServer) -> None:
     named = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
     for seed in range(4):
         assert called(server, [tool("f", parameters=named)], seed=seed) == {"city": "Rome"}
@@ -93,7 +95,7 @@ CALLS = {
 
 
 def passes(fits: GrammarFilter, tokenizer: Tokenizer, text: str, **options: Any) -> bool:
-    """Whether a text is all that a filter asks for."""
+    """Whether a filter accepts a text as complete."""
     fits.begin()
     try:
         for number in tokenizer.encode(text, **options)[0].tolist():
@@ -103,8 +105,8 @@ def passes(fits: GrammarFilter, tokenizer: Tokenizer, text: str, **options: Any)
     return bool(fits.next_mask().end_ids)
 
 
-def test_an_answer_in_json_may_be_a_call_instead(server: RunningServer) -> None:
-    """As agents ask that have tools and an output type."""
+def test_a_json_answer_may_be_a_call_instead(server: RunningServer) -> None:
+    """Agents with tools and an output type send such requests."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
     more = {"response_format": form, "parallel_tool_calls": False, "max_tokens": 400}
     for first, reason in (("<", "tool_calls"), ("{", "stop")):
@@ -131,7 +133,7 @@ def test_the_grammar_of_answers_and_calls(server: RunningServer, style: ToolForm
     assert not passes(fits, tokenizer, '{"no": 1}')
 
 
-def test_a_marker_that_is_a_special_token_is_not_spelled(server: RunningServer) -> None:
+def test_a_marker_that_is_a_special_token_is_matched_by_id(server: RunningServer) -> None:
     tokenizer = server.engine.find(None).info.tokenizer
     special = {text: number for number, text in tokenizer.extended_id_to_piece.items()}
     opens = next(text for text, number in special.items() if number not in tokenizer.eos_token_ids)

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from exlm import ExlmError
 from exlm.serve import APIError, Limits, ModelInfo, to_api_error, to_generation_request
+from exlm.serve.dialects import ENDPOINTS
 from exlm.serve.errors import validation_error
-from exlm.serve.openai import ENDPOINTS
 from exlm.serve.responses import ResponseWriter
 from exlm.serve.schema import BaseRequest
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from exlm import InputError
 from exlm.atomic import atomic_file
+from exlm.serve.dialects import ENDPOINTS
 
 from .journal import Journal, unwritable
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = tuple(endpoint.path for endpoint in ENDPOINTS)
 
 
 class BadRow(Exception):

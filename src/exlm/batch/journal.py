@@ -69,9 +69,9 @@ class Journal:
 
     def answer(self, row: int) -> bytes:
         """The response of a row that is done."""
-        place, length = self.done[row]
+        offset, length = self.done[row]
         with open(os.dup(self._handle), "rb") as file:
-            file.seek(place)
+            file.seek(offset)
             return file.read(length)
 
     def close(self) -> None:
@@ -98,9 +98,9 @@ class Journal:
         if found is None:
             raise JournalError(f"{self.path} is no journal of a batch: move it away.")
         if changed := [name for name in facts if found.get(name) != facts[name]]:
-            told = "; ".join(f"{name} was {found.get(name)!r}, is {facts[name]!r}" for name in changed)
+            changes = "; ".join(f"{name} was {found.get(name)!r}, is {facts[name]!r}" for name in changed)
             raise JournalError(
-                f"{self.path} was begun with something else: {told}. Run it as before to finish it, or "
+                f"{self.path} was begun with something else: {changes}. Run it as before to finish it, or "
                 "delete it to start over."
             )
         self._end = len(first)
@@ -120,16 +120,16 @@ class Journal:
     def _recover(self, rows: int) -> int:
         """Find the valid records and truncate the rest; returns where the file now ends."""
         with open(os.dup(self._handle), "rb") as file:
-            place = file.seek(self._end)
+            offset = file.seek(self._end)
             for line in file:
                 row = _row(line)
                 if row is None or row >= rows:
                     break
                 length = len(line) - len(b"%08x %d \n" % (0, row))
-                place += len(line)
-                self.done[row] = (place - 1 - length, length)
-        os.ftruncate(self._handle, place)
-        return place
+                offset += len(line)
+                self.done[row] = (offset - 1 - length, length)
+        os.ftruncate(self._handle, offset)
+        return offset
 
 
 def unwritable(path: Path, error: OSError, more: str = "") -> JournalError:

@@ -33,8 +33,8 @@ def prompt_blocks(request: Any, tenant: str = "") -> tuple[bytes, ...]:
     start = json.dumps([tenant, request.get("model"), request.get("lora")])
     chain = hashlib.blake2b(start.encode("utf-8", "replace"), digest_size=8)
     found = []
-    for start_char in range(0, min(len(text), BLOCK_CHARS * MAX_BLOCKS), BLOCK_CHARS):
-        chain.update(text[start_char : start_char + BLOCK_CHARS].encode("utf-8", "replace"))
+    for begin in range(0, min(len(text), BLOCK_CHARS * MAX_BLOCKS), BLOCK_CHARS):
+        chain.update(text[begin : begin + BLOCK_CHARS].encode("utf-8", "replace"))
         found.append(chain.digest())
     return tuple(found)
 

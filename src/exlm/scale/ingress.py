@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exlm.serve import APIError, ApiKeys
 from exlm.serve.body import RequestBody
+from exlm.serve.dialects import ENDPOINTS
 from exlm.serve.errors import RETRY_SECONDS
 from exlm.serve.limits import ConcurrencyLimiter
 from exlm.serve.middleware import RequestMiddleware
-from exlm.serve.openai import ENDPOINTS
 from exlm.serve.sse import JsonResponse, sse_event
 
 from .affinity import prompt_blocks
@@ -63,9 +64,12 @@ class Ingress:
         body: RequestBody | None = state.get("body")
         generates = scope["path"] in GENERATION_PATHS
         try:
-            blocks = prompt_blocks(await body.json(), tenant) if body is not None and generates else ()
-            raw = b"" if body is None else bytes(body.raw)
+            blocks: Sequence[bytes] = ()
+            raw = b""
             if body is not None:
+                if generates:
+                    blocks = await body.map_json(partial(prompt_blocks, tenant=tenant))
+                raw = bytes(body.raw)
                 body.release()
             with ExitStack() as stack:
                 if generates:

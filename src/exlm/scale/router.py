@@ -13,7 +13,7 @@ class PrefixRouter(RequestRouter):
     """Routes by prompt prefix and load; a call carries the prompt's `blocks`."""
 
     def initialize_state(self, slack: int = 8) -> None:
-        """Called once by Ray; `slack` is that of `Affinity`."""
+        """Called once by Ray; `slack` is that of `PrefixAffinity`."""
         self.affinity = PrefixAffinity(slack)
 
     async def choose_replicas(

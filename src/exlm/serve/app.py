@@ -19,7 +19,7 @@ from starlette.types import Scope
 
 from exlm import ExlmError, __version__
 
-from . import openai
+from . import dialects
 from .body import LargeBodyThread
 from .engine import Engine
 from .errors import APIError, to_api_error, validation_error
@@ -178,7 +178,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_generation_routes(app: FastAPI, handlers: RequestHandlers) -> None:
-    for endpoint in openai.ENDPOINTS:
+    for endpoint in dialects.ENDPOINTS:
         app.add_api_route(
             endpoint.path,
             handlers.generation_route(endpoint),

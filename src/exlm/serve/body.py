@@ -147,10 +147,10 @@ class RequestBody:
         finally:
             self.release()
 
-    async def json(self) -> Any:
-        """Parse without validation, and keep the bytes."""
+    async def map_json(self, function: Callable[[Any], T]) -> T:
+        """Parse without validation and return `function` of the value; keeps the bytes."""
         raw, limits = self.raw, JsonLimits.for_body(self._limits.body)
-        return await self._run(lambda: _parse_json(raw, limits))
+        return await self._run(lambda: function(_parse_json(raw, limits)))
 
     def release(self) -> None:
         """Free the bytes and give their memory back to the limiter."""

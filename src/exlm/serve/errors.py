@@ -83,8 +83,8 @@ def validation_error(errors: Sequence[Any]) -> APIError:
     if unknown:
         named = ", ".join(repr(name) for name in unknown[:20])
         return APIError(400, f"Unknown or unsupported: {named}.", param=unknown[0], code="unknown_field")
-    told = "; ".join(f"{_field_path(one['loc']) or 'body'}: {one['msg']}" for one in errors[:8])
-    return APIError(422, told[:2000], param=(_field_path(errors[0]["loc"]) or None) if errors else None)
+    summary = "; ".join(f"{_field_path(one['loc']) or 'body'}: {one['msg']}" for one in errors[:8])
+    return APIError(422, summary[:2000], param=(_field_path(errors[0]["loc"]) or None) if errors else None)
 
 
 def _field_path(path: Sequence[Any]) -> str:

@@ -255,19 +255,21 @@ def sequence_arguments(
     if len(input_ids) == 2:
         context = model.max_seq_len // 2 if model.max_guided_len is None else model.max_guided_len
     left = tokens_left(longest, context)
-    asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
-    if asked == OFF:
-        asked = min(left, limits.tokens or left)
-    if asked is not None and limits.tokens is not None and asked > limits.tokens:
-        raise APIError(422, f"max_tokens is {asked}; the server allows {limits.tokens}.", param="max_tokens")
-    if asked is not None and asked > left:
+    max_tokens = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    if max_tokens == OFF:
+        max_tokens = min(left, limits.tokens or left)
+    if max_tokens is not None and limits.tokens is not None and max_tokens > limits.tokens:
+        raise APIError(
+            422, f"max_tokens is {max_tokens}; the server allows {limits.tokens}.", param="max_tokens"
+        )
+    if max_tokens is not None and max_tokens > left:
         raise APIError(
             400,
-            f"{longest} prompt and {asked} new tokens exceed the context of {context}: {left} fit.",
+            f"{longest} prompt and {max_tokens} new tokens exceed the context of {context}: {left} fit.",
             param="max_tokens",
             code="context_length_exceeded",
         )
-    new = asked or min(left, limits.answer, limits.tokens or left)
+    new = max_tokens or min(left, limits.answer, limits.tokens or left)
     if request.min_tokens > new:
         raise APIError(422, f"min_tokens is {request.min_tokens}, max_tokens {new}.", param="min_tokens")
     seed = None if request.seed is None else (request.seed + index) % 2**63

@@ -40,7 +40,7 @@ from .middleware import Caller
 from .response_schema import DetokenizeReply, TokenizeReply
 from .responses import Endpoint, ResponseWriter
 from .schema import BaseRequest, ChatRequest, DetokenizeRequest, TokenizeRequest
-from .sse import KEEP_ALIVE, KEEP_ALIVE_SECONDS, EventStreamResponse, JsonResponse, unless_disconnected
+from .sse import KEEP_ALIVE_SECONDS, EventStreamResponse, JsonResponse, unless_disconnected
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class RequestHandlers:
             if not prepared.stream:
                 return JsonResponse(await unless_disconnected(request, _complete(writer, stream)))
             await unless_disconnected(request, stream.wait_for_first(EARLY_ERROR_SECONDS))
-            return EventStreamResponse(_stream(writer, stream), stack.pop_all().close)
+            return EventStreamResponse(_stream(writer, stream), stack.pop_all().close, writer.MEDIA_TYPE)
 
     async def _prepare(
         self, request: Request, body: BaseRequest, endpoint: Endpoint, model: LoadedModel, salt: str
@@ -185,7 +185,7 @@ async def _stream(writer: ResponseWriter, stream: RequestStream) -> AsyncIterato
                 async with asyncio.timeout(KEEP_ALIVE_SECONDS):
                     index, delta = await stream.next()
             except TimeoutError:
-                yield KEEP_ALIVE
+                yield writer.KEEP_ALIVE
                 continue
             if events := writer.push(index, delta):
                 yield b"".join(map(writer.encode, events))

@@ -1,6 +1,6 @@
 """The OpenAI dialect: `/v1/chat/completions` and `/v1/completions`.
 
-`ENDPOINTS` is what the server and batches read. Another dialect is another module of this kind: functions
+`dialects` collects the `ENDPOINTS` of all dialects. Another dialect is another module of this kind: functions
 from its request schemas to a `GenerationRequest`, and writers from `OutputDelta`s to its responses. Whole
 responses and streams come from the same writer, so the events of a stream add up to exactly the whole
 response.
@@ -53,7 +53,7 @@ from .response_schema import (
     Usage,
 )
 from .responses import Endpoint, FinishInfo, OutputDelta, SampledToken
-from .sse import DONE, sse_event
+from .sse import DONE, EVENT_STREAM, KEEP_ALIVE, sse_event
 from .tool_formats import MISTRAL
 from .tool_parsers import ToolCallArgsDelta, ToolCallStart
 
@@ -164,7 +164,9 @@ class _Choice(Protocol):
 class _Writer:
     """What the writers of chats and of completions have in common."""
 
+    MEDIA_TYPE: ClassVar[str] = EVENT_STREAM
     STREAM_END: ClassVar[bytes] = DONE
+    KEEP_ALIVE: ClassVar[bytes] = KEEP_ALIVE
     ID_PREFIX: ClassVar[str]
 
     def __init__(

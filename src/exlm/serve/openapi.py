@@ -15,7 +15,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, TypeAdapter
 
-from . import openai
+from . import dialects
 from .response_schema import ErrorReply
 from .schema import DetokenizeRequest, EmbeddingsRequest, ModelRequest, TokenizeRequest
 
@@ -23,14 +23,6 @@ Mode = Literal["validation", "serialization"]
 VALIDATION: Mode = "validation"
 SERIALIZATION: Mode = "serialization"
 SCHEMA_REF = "#/components/schemas/{model}"
-EVENT_TYPES: tuple[Any, ...] = (*(one.event_type for one in openai.ENDPOINTS), ErrorReply)
-REQUEST_MODELS: tuple[type[BaseModel], ...] = (
-    *(one.request_type for one in openai.ENDPOINTS),
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    ModelRequest,
-    TokenizeRequest,
-)
 LARGE = 2**31 - 1
 """Bounds beyond this are not worth showing."""
 BOUNDS = {
@@ -59,6 +51,17 @@ PAGE_HEAD = """<!doctype html>
 """
 
 
+def event_types() -> list[Any]:
+    """The types of all stream events."""
+    return [*(endpoint.event_type for endpoint in dialects.ENDPOINTS), ErrorReply]
+
+
+def request_types() -> list[type[BaseModel]]:
+    """The schemas of all request bodies."""
+    generating = [endpoint.request_type for endpoint in dialects.ENDPOINTS]
+    return [*generating, DetokenizeRequest, EmbeddingsRequest, ModelRequest, TokenizeRequest]
+
+
 def request_body_of(kind: type[BaseModel]) -> dict[str, Any]:
     """The description of a route's request body."""
     schema = {"$ref": SCHEMA_REF.format(model=kind.__name__)}
@@ -81,7 +84,7 @@ class AppWithSchemas(FastAPI):
         """The description, which is made once."""
         if self.openapi_schema is None:
             schemas = super().openapi()["components"]["schemas"]
-            for types, mode in ((EVENT_TYPES, SERIALIZATION), (REQUEST_MODELS, VALIDATION)):
+            for types, mode in ((event_types(), SERIALIZATION), (request_types(), VALIDATION)):
                 inputs = [(one, mode, TypeAdapter[Any](one)) for one in types]
                 models = TypeAdapter.json_schemas(inputs, ref_template=SCHEMA_REF)[1]["$defs"]
                 schemas.update({name: model for name, model in models.items() if name not in schemas})

@@ -64,8 +64,12 @@ class OutputDelta:
 class ResponseWriter(Protocol):
     """The response to one request in a dialect's words, built delta by delta."""
 
+    MEDIA_TYPE: ClassVar[str]
+    """The content type of streams."""
     STREAM_END: ClassVar[bytes]
-    """What ends a stream that is complete."""
+    """Ends a stream that is complete."""
+    KEEP_ALIVE: ClassVar[bytes]
+    """Sent in a stream when there has been nothing to send for `KEEP_ALIVE_SECONDS`."""
 
     request: GenerationRequest
 

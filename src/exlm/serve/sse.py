@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
 """A comment, which clients ignore."""
@@ -46,9 +47,11 @@ class JsonResponse(Response):
 class EventStreamResponse(Response):
     """A stream that ends with its iterator or when the client disconnects; it then calls `close`."""
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncIterator[bytes], close: Callable[[], None], media_type: str = EVENT_STREAM
+    ) -> None:
         self.status_code, self.background = 200, None
-        self.media_type = "text/event-stream"
+        self.media_type = media_type
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._events, self._close = events, close
 
