@@ -1,9 +1,9 @@
-"""What a cluster would do under some traffic: throughput, waiting, and how much of the prompts is cached.
+"""Simulates a cluster under load: throughput, latency, and the prefix-cache hit rate.
 
-A simulation, event by event, with the routing of `exlm.scale` itself and a model of a replica: prompts are
-read at so many tokens a second, a step gives every running request a token, the cache forgets what was used
-longest ago. Machines, networks and chat templates are not in it.
-`python -m benchmarks.traffic --help`; `--check MODEL` asks a real cluster on this machine the same things.
+A discrete-event simulation with the router of `exlm.scale` itself and a model of a replica: prompts are read
+at a fixed speed, a step gives every running request a token, and the cache evicts least recently used
+prefixes. Machines, networks and chat templates are not modelled. `python -m benchmarks.traffic --help`;
+`--check MODEL` runs the same traffic on a real cluster on this machine.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from exlm.scale import PrefixAffinity
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests that come at random, each about one of some topics: a shared start and an end of its own."""
+    """Poisson arrivals; prompts on one topic share a prefix and have a suffix of their own."""
 
     rate: float = 4.0
     """Requests a second."""
     requests: int = 400
     topics: int = 16
     shared: int = 600
-    """Tokens that requests on a topic begin with."""
+    """Tokens of the prefix that a topic's prompts share."""
     own: int = 60
     new: int = 60
-    """Tokens of a prompt's end and of an answer, on average; they vary by half."""
+    """Mean tokens of a prompt's suffix and of an answer; both vary by half."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one replica is."""
+    """The speed of one replica."""
 
     prefill: float = 5000.0
-    """Tokens of prompts read in a second."""
+    """Prefill tokens per second."""
     step: float = 0.010
-    """Seconds of a step with one running request, and of each further one."""
+    """Seconds of a decode step with one request, and the increase for each further one."""
     row: float = 0.0005
     overhead: float = 0.005
-    """Seconds that a request takes on its way, there and back."""
+    """Network round trip of a request, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Fleet:
 
     replicas: int = 2
     batch: int = 16
-    """Requests that run at once on one."""
+    """Most requests that one replica runs at once."""
     cache: int = 32768
-    """Tokens that the cache of one holds."""
+    """Cache size of one replica, in tokens."""
     slack: int = 8
     aware: bool = True
-    """Whether requests go where their prompt was read before; else to the least busy."""
+    """Whether routing prefers the replica that has the prompt's prefix; else the least busy one."""
 
 
 T = TypeVar("T", Traffic, Speed, Fleet)
@@ -68,7 +68,7 @@ T = TypeVar("T", Traffic, Speed, Fleet)
 
 @dataclass
 class Request:
-    """One request, and what became of it."""
+    """One request and its outcome."""
 
     arrival: float
     topic: int
@@ -79,29 +79,29 @@ class Request:
     cached: int = 0
     started: float = 0.0
     first: float = 0.0
-    """When its first token came."""
+    """Time of its first token."""
     ended: float = 0.0
     made: int = 0
 
     @property
     def prompt(self) -> int:
-        """Tokens to be read."""
+        """Prompt tokens."""
         return self.shared + self.own
 
 
 @dataclass
 class Replica:
-    """One replica at work."""
+    """The state of one replica."""
 
     fleet: Fleet
     speed: Speed
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     known: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Tokens of topics in the cache, those used last at the end."""
+    """Cached tokens of each topic, the most recently used last."""
 
     def step(self, now: float) -> float:
-        """Begin what fits, give everybody a token; when that is done."""
+        """Admit waiting requests, run a decode step; returns when it ends."""
         for request in self._admitted():
             request.started = now
             request.cached = self.known.get(request.topic, 0)
@@ -117,7 +117,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Requests it has."""
+        """Requests running and waiting."""
         return len(self.waiting) + len(self.running)
 
     def _admitted(self) -> Iterable[Request]:
@@ -141,26 +141,26 @@ class Replica:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulation, or a real run, gave."""
+    """The results of a simulation or of a real run."""
 
     throughput: float
     """Requests a second."""
     tokens: float
-    """New tokens a second."""
+    """Generated tokens per second."""
     wait_median: float
     wait_p95: float
-    """Seconds until a prompt is read."""
+    """Time to first token, in seconds."""
     time_median: float
     time_p95: float
-    """Seconds from a request to the end of its answer."""
+    """Latency of a whole request, in seconds."""
     hits: float
-    """Of all tokens of prompts, those found in the cache."""
+    """Share of prompt tokens found in the cache."""
     together: float
-    """Of all requests, those that went to the replica that most of their topic went to."""
+    """Share of requests that went to the replica which got most of their topic."""
 
 
 def arrivals(traffic: Traffic) -> list[Request]:
-    """Requests by their arrival."""
+    """Make the requests, in order of arrival."""
     draw = random.Random(traffic.seed)
     now, made = 0.0, []
     for _ in range(traffic.requests):
@@ -171,7 +171,7 @@ def arrivals(traffic: Traffic) -> list[Request]:
 
 
 def simulate(requests: Sequence[Request], speed: Speed, fleet: Fleet) -> list[Request]:
-    """The requests, with what became of them."""
+    """Run the simulation; returns the requests with their outcomes."""
     done = [replace(request) for request in requests]
     fleet_now = [Replica(fleet, speed) for _ in range(fleet.replicas)]
     table = PrefixAffinity(fleet.slack)
@@ -204,7 +204,7 @@ def _chosen(table: PrefixAffinity, request: Request, replicas: Sequence[Replica]
 
 
 def outcome(requests: Sequence[Request]) -> Outcome:
-    """Figures of requests that are done."""
+    """Summarise finished requests."""
     span = max(request.ended for request in requests) - min(request.arrival for request in requests)
     waits = sorted(request.started - request.arrival for request in requests)
     times = sorted(request.ended - request.arrival for request in requests)
@@ -236,19 +236,21 @@ def table(columns: dict[str, Outcome]) -> str:
 
 
 def chosen(kind: type[T], given: Mapping[str, Any]) -> T:
-    """Those of the options that are fields of a kind."""
+    """Make a dataclass of the options that are its fields."""
     return kind(**{name: value for name, value in given.items() if name in kind.__dataclass_fields__})
 
 
 def main() -> None:
-    """Simulate what the options say, and print the figures."""
+    """Run the simulation and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for one in (*fields(Traffic), *fields(Speed), *fields(Fleet)):
         if one.name != "aware":
             parser.add_argument(f"--{one.name}", type=type(one.default), default=one.default)
-    parser.add_argument("--check", metavar="MODEL", help="measure a real cluster too, and use its speed")
+    parser.add_argument(
+        "--check", metavar="MODEL", help="also run a real cluster, and use its measured speed"
+    )
     given = vars(parser.parse_args())
     traffic, speed, fleet = chosen(Traffic, given), chosen(Speed, given), chosen(Fleet, given)
     if given["check"]:

@@ -1,7 +1,7 @@
-"""The simulation of `traffic` beside a small real run: `python -m benchmarks.traffic --check MODEL`.
+"""Compares the simulation of `traffic` with a small real run: `python -m benchmarks.traffic --check MODEL`.
 
-A cluster on this machine serves the model, its speed is measured, and then it gets the requests that the
-simulation gets, at the same moments. It only measures; what the figures should be is not decided here.
+A cluster on this machine serves the model and its speed is measured; then it gets the same requests as the
+simulation, at the same times. Both results are printed without a verdict.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = "check"
 
 @dataclass(frozen=True)
 class Asked:
-    """A real request's answer, and how long it took."""
+    """The response to a real request, with its times."""
 
     reply: dict[str, Any]
     replica: str
@@ -34,19 +34,19 @@ class Asked:
 
     @property
     def timings(self) -> dict[str, float]:
-        """What the replica says of it."""
+        """The replica's own timings."""
         found: dict[str, float] = self.reply["timings"]
         return found
 
     @property
     def read(self) -> tuple[int, int]:
-        """Tokens of the prompt, in all and from the cache."""
+        """(prompt tokens, those found in the cache)"""
         usage = self.reply["usage"]
         return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def check(model: str, traffic: Traffic, fleet: Fleet) -> str:
-    """Serve a model, measure, run the traffic for real and simulated, and tell."""
+    """Serve a model, measure it, run the traffic really and simulated; returns the report."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     listing = ModelSpec(NAME, model, cache_tokens=fleet.cache, max_batch_size=fleet.batch, device="cpu")
@@ -66,7 +66,7 @@ def check(model: str, traffic: Traffic, fleet: Fleet) -> str:
 
 
 def asker(port: int) -> Callable[[str, int], Asked]:
-    """What sends a prompt and waits for so many tokens."""
+    """A function that sends a prompt and waits for so many tokens."""
 
     def ask(prompt: str, new: int) -> Asked:
         line = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
@@ -85,12 +85,12 @@ def asker(port: int) -> Callable[[str, int], Asked]:
 
 
 def text(kind: str, number: int, tokens: int) -> str:
-    """Words that begin like no others'; about as many as tokens."""
+    """A text of about so many tokens that shares no prefix with others."""
     return " ".join([kind, str(number), *(WORDS[(number + place * place) % 10] for place in range(tokens))])
 
 
 def measured(ask: Callable[[str, int], Asked], traffic: Traffic, fleet: Fleet) -> Speed:
-    """A replica's speed while all of them work: with one request each, and with several."""
+    """Measure a replica's speed while all are busy, with one request each and with several."""
 
     def crowd(each: int, kind: str) -> list[Asked]:
         count = each * fleet.replicas
@@ -115,7 +115,7 @@ def measured(ask: Callable[[str, int], Asked], traffic: Traffic, fleet: Fleet) -
 
 
 def performed(ask: Callable[[str, int], Asked], traffic: Traffic) -> list[Request]:
-    """The requests of some traffic, at their moments, and what became of them; with their true lengths."""
+    """Send the requests of some traffic at their times; returns them with real lengths and outcomes."""
     begin = time.perf_counter()
     names: dict[str, int] = {}
 
