@@ -1,4 +1,4 @@
-"""Measurements of exlm on this machine, each a command: `python -m benchmarks.load`.
+"""Benchmark scripts for developers, each a command, such as `python -m benchmarks.load`.
 
-They print ratios where they can: a shared machine's seconds mean little. Nothing here is part of the package.
+They print ratios where possible, because absolute times vary on a shared machine. Not part of the package.
 """

@@ -1,10 +1,9 @@
-"""Attention on a GPU: `python -m benchmarks.attention`, and `--plans` to compare ways to deal the work out.
+"""Attention kernels on a GPU: `python -m benchmarks.attention`; `--plans` compares launch configurations.
 
-Decoding: microseconds for each layer (rotation, cache write and attention together), replayed from a CUDA
-graph over the caches of several layers so that nothing stays in the processor's own cache; and the share of
-the measured copy bandwidth at which the stored keys and values pass by. Prefill: microseconds for each layer
-of a first chunk. Shapes are those of Llama-2-7B and Llama-3-8B. Every kernel is held against plain torch
-before it is timed.
+Decode: microseconds per layer (RoPE, cache write and attention together), replayed from a CUDA graph over the
+caches of several layers, so that nothing stays in L2; and the bandwidth at which keys and values are read, as
+a share of the measured copy bandwidth. Prefill: microseconds per layer of a first chunk. Shapes are those of
+Llama-2-7B and Llama-3-8B. Every kernel is checked against plain torch before it is timed.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SHAPES = {"Llama-2-7B": (32, 32), "Llama-3-8B": (32, 8)}
 CODERS = {"Q8": HadamardQuantizer(8), "Q4": HadamardQuantizer(4)}
 CACHES = ("FP16", *CODERS)
 L2 = 256 << 20
-"""Bytes of keys and values a replay must pass to miss every processor's cache."""
+"""Bytes of keys and values that a replay must read so that none are in L2."""
 
 FOLDER = Path(gettempdir()) / f"exlm-benchmark-{os.getuid()}"
 FORMS = {
@@ -49,13 +48,13 @@ FORMS = {
     "Q8": [(4, 1, 3), (4, 1, 4), (4, 2, 2)],
     "Q4": [(4, 1, 4), (4, 2, 3), (4, 4, 2)],
 }
-"""Warps, steps and residents of the plans to compare."""
+"""Warps, steps and resident blocks of the configurations to compare."""
 CUTS = [(64, 32, 1), (64, 32, 2), (128, 32, 2), (256, 32, 2)]
 """Units, slots and waves."""
 
 
 class Step(NamedTuple):
-    """The new heads of a batch, a cache for each of a few layers, and where the rows stand."""
+    """The inputs of one decode step or prefill chunk: new heads, caches of several layers, positions."""
 
     heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     layers: list[CacheLayer]
@@ -97,7 +96,7 @@ def prepare(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: in
 
 
 class Kernels:
-    """What a model of some shape may get."""
+    """The attention kernels for one model shape."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -108,21 +107,21 @@ class Kernels:
         self.counters = cuda.SplitCounters(ModuleCache(self.device, FOLDER), self.triton.limits.num_sms)
 
     def attn(self, heads: tuple[int, int]) -> spec.Attention:
-        """The layer."""
+        """The attention layer."""
         return spec.Attention(*heads, HEAD, self.rope, HEAD**-0.5)
 
     def portable(self, heads: tuple[int, int]) -> AttentionFn:
-        """Triton's."""
+        """The Triton kernels."""
         return self.triton.attention(self.attn(heads), self.turn)
 
     def fast(self, heads: tuple[int, int], plan: cuda.SplitConfig | None = None) -> AttentionFn:
-        """CUDA's."""
+        """The CUDA kernels."""
         return cuda.PagedDecodeAttention(
             self.counters, self.attn(heads), self.turn, self.portable(heads), plan
         )
 
     def error(self, heads: tuple[int, int], cache: str, attend: AttentionFn) -> float:
-        """The largest of a few cases, against plain torch."""
+        """Check the kernels against plain torch in a few cases."""
         right = self.plain.attention(self.attn(heads), self.plain.rope(self.rope, 1 << 14))
         worst = 0.0
         for past, tokens in ((77, 1), (5000, 1), (300, 5)):
@@ -134,7 +133,7 @@ class Kernels:
 
 
 def time_of(step: Step, attend: AttentionFn) -> float:
-    """Microseconds for each layer."""
+    """Microseconds per layer."""
 
     def work() -> None:
         for one in step.layers:
@@ -144,14 +143,14 @@ def time_of(step: Step, attend: AttentionFn) -> float:
 
 
 def share(step: Step, took: float, speed: float) -> float:
-    """Of the copy bandwidth, in bytes for each microsecond."""
+    """The share of the copy bandwidth, which is given in bytes per microsecond."""
     stored = sum(t.nbytes for t in step.layers[0].tensors)
     past = step.metadata.max_kv_len - step.heads[0].shape[1]
     return stored * past / (step.metadata.pages.shape[1] * PAGE_SIZE) / took / speed
 
 
 def decoding(kernels: Kernels, rows: list[int], pasts: list[int], speed: float) -> Iterator[Table]:
-    """The chosen plans, beside Triton."""
+    """Tables of decode times with the default configurations, beside Triton."""
     table = Table("shape", "cache", "past", "error", *(f"{n} rows" for n in rows))
     table.title = f"decoding, µs for each layer (share of {speed / 1e6:.2f} TB/s) | Triton's µs"
     for (name, heads), past, cache in product(SHAPES.items(), pasts, CACHES):
@@ -166,13 +165,13 @@ def decoding(kernels: Kernels, rows: list[int], pasts: list[int], speed: float) 
 
 
 def plans(cache: str) -> Iterator[cuda.SplitConfig]:
-    """All to compare."""
+    """Every launch configuration to compare."""
     for (warps, steps, resident), (unit, slots, waves) in product(FORMS[cache], CUTS):
         yield cuda.SplitConfig(warps, steps, resident, unit, slots, waves)
 
 
 def compile_ahead(kernels: Kernels) -> None:
-    """All programs of all plans, by many processes."""
+    """Compile the kernels of every configuration, in several processes."""
     major, minor = torch.cuda.get_device_capability(kernels.device)
     wanted = set()
     for heads, cache in product(SHAPES.values(), CACHES):
@@ -189,7 +188,7 @@ def compile_ahead(kernels: Kernels) -> None:
 
 
 def comparison(kernels: Kernels, speed: float) -> Iterator[Table]:
-    """Each plan at each size."""
+    """Tables of every configuration at every size."""
     compile_ahead(kernels)
     sizes = [(1, 512), (1, 8000), (8, 512), (64, 512)]
     for (name, heads), cache in product(SHAPES.items(), CACHES):
@@ -213,7 +212,7 @@ def comparison(kernels: Kernels, speed: float) -> Iterator[Table]:
 
 
 def prefill(kernels: Kernels, sizes: list[int]) -> Iterator[Table]:
-    """A first chunk."""
+    """The table of prefill times of a first chunk."""
     table = Table("shape", "cache", *(f"{tokens} tokens" for tokens in sizes))
     table.title = "prefill of a first chunk, µs for each layer"
     for (name, heads), cache in product(SHAPES.items(), CACHES):
@@ -228,7 +227,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 64])
     parser.add_argument("--past", type=int, nargs="*", default=[512, 8000])
     parser.add_argument("--prefill", type=int, nargs="*", default=[2048])
-    parser.add_argument("--plans", action="store_true", help="compare ways to deal the work out")
+    parser.add_argument("--plans", action="store_true", help="compare launch configurations")
     chosen = parser.parse_args()
     console, kernels = Console(width=110), Kernels()
     speed = copy_speed(kernels.device) / 1e6

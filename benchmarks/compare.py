@@ -44,7 +44,7 @@ HAS_GPU = "import torch; print(torch.cuda.is_available())"
 STYLES = {"within": "green", "outside": "bold red", "undecided": "yellow"}
 
 Samples = dict[Row, tuple[list[float], list[float]]]
-"""For each row the values of the base and of the candidate, round by round."""
+"""For each row the values of the base and of the candidate, by round."""
 
 Tell = Callable[[str], object]
 
@@ -57,7 +57,7 @@ def measured(
     tell: Tell = lambda what: None,
     keep: Callable[[Samples], object] = lambda samples: None,
 ) -> Samples:
-    """Measure everything in alternation; a first round is not counted.
+    """Measure everything in alternation; a first warm-up round is not counted.
 
     `tell` is called before each process, `keep` after each round that counts.
     """
@@ -84,7 +84,7 @@ def measured(
 
 
 def reading(probe: Probe, checkout: Checkout, timeout: float) -> Readings:
-    """What one fresh process measures."""
+    """Run a probe in a fresh process and read its results."""
     with tempfile.TemporaryDirectory(prefix="exlm-compare-") as folder:
         file = Path(folder) / "result.json"
         checkout.run(probe.command(checkout, file), timeout)
@@ -92,7 +92,7 @@ def reading(probe: Probe, checkout: Checkout, timeout: float) -> Readings:
 
 
 def check_rows(probe: Probe, base: Readings, candidate: Readings) -> None:
-    """Refuse results that do not speak of the same things."""
+    """Refuse results of the two checkouts that have different rows."""
     if base.keys() == candidate.keys() and base:
         return
     odd = sorted(row.name for row in base.keys() ^ candidate.keys())
@@ -102,7 +102,7 @@ def check_rows(probe: Probe, base: Readings, candidate: Readings) -> None:
 
 
 class Result:
-    """One row with everything that is said of it."""
+    """One row of the comparison."""
 
     def __init__(self, row: Row, base: Sequence[float], candidate: Sequence[float]) -> None:
         self.row = row
@@ -111,7 +111,7 @@ class Result:
         self.verdict: Verdict = verdict(self.ratio, row.better, row.bound)
 
     def json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The row as JSON data."""
         return {
             "name": self.row.name,
             "unit": self.row.unit,
@@ -127,7 +127,7 @@ class Result:
         }
 
     def cells(self) -> list[str]:
-        """For the table."""
+        """The row's cells in the table."""
         found = self.ratio
         worse = f"{'+' if self.row.better == 'lower' else '-'}{self.row.bound:.0%}"
         return [
@@ -146,7 +146,7 @@ def results(samples: Samples) -> list[Result]:
 
 
 def table(found: Sequence[Result], rounds: int) -> Table:
-    """A line for each row."""
+    """The table, one line for each row."""
     made = Table(title=f"candidate / base, {rounds} rounds", box=SIMPLE_HEAD, pad_edge=False)
     made.add_column("row")
     for name in ("base", "candidate", "ratio", "95 % interval", "bound"):
@@ -159,7 +159,7 @@ def table(found: Sequence[Result], rounds: int) -> Table:
 
 
 def report(checkouts: tuple[Checkout, Checkout], rounds: int, samples: Samples) -> dict[str, Any]:
-    """Everything as plain data; while rounds are under way, of those that are done."""
+    """Everything as JSON data, from the rounds that are complete so far."""
     done = min((len(base) for base, _ in samples.values()), default=0)
     return {
         **{one.name: {"folder": str(one.folder), "revision": one.revision} for one in checkouts},
@@ -177,14 +177,14 @@ def report(checkouts: tuple[Checkout, Checkout], rounds: int, samples: Samples) 
 
 
 def write(file: Path, content: dict[str, Any]) -> None:
-    """A file, whole or as it was before."""
+    """Write a file atomically."""
     partial = file.with_name(file.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, file)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
         description=__doc__,
@@ -218,7 +218,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(found: Sequence[Probe], only: str | None) -> list[Probe]:
-    """The probes whose name has a text in it."""
+    """The probes whose name contains a text."""
     kept = [probe for probe in found if only is None or only.lower() in probe.name.lower()]
     if not kept:
         names = "; ".join(probe.name for probe in found)
@@ -272,7 +272,7 @@ def compare(asked: argparse.Namespace, console: Console) -> bool:
 
 
 def main() -> None:
-    """The command."""
+    """Run the comparison and exit with its status."""
     asked = parsed()
     # Like Ctrl-C: the process that is being measured is ended, and temporary folders are removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -1,11 +1,10 @@
 """From the start of a process to its first token: `python -m benchmarks.first_token --device cuda`.
 
-Writes a synthetic EXL2 model once, reads its files so that they are in memory, and starts a fresh process
-that loads them and says one token; the first such process may compile kernels, and modules that are not yet
-as an installation has them, so only those after it count. Each tells when it was done with what: a timeline,
-not a profile, though `--profile` adds those of loading and of the token. All layers hold the same numbers,
-and the tokenizer has no merges: nothing in a load depends on either. This module imports nothing large by
-itself, because imports are part of what is measured.
+Writes an EXL2 model of random weights once, reads its files into the page cache, and starts fresh processes
+that load it and generate one token. The first process may compile kernels and Python modules; only later ones
+count. Each prints a timeline of its phases; `--profile` adds profiles of loading and of the first token. All
+layers share the same weights and the tokenizer has no merges, since load times depend on neither. This module
+imports nothing large, because imports are part of what is measured.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from pathlib import Path
 from typing import Any
 
 SHARD = 1 << 30
-DONE = "first_token.json"  # what was written, there once all of it is
+DONE = "first_token.json"  # describes the model in the folder; written last
 WORDS = "One token"
 TABLE_WIDTH = 28
 
 
 class Timeline:
-    """How long each thing took, one after the other, since a moment of the system's monotonic clock."""
+    """Durations of successive phases, since a moment of the system's monotonic clock."""
 
     def __init__(self, start: float) -> None:
         self.seconds: dict[str, float] = {}
         self._start = self._last = start
 
     def mark(self, name: str) -> None:
-        """What went on since the last mark has this name."""
+        """End a phase, which began at the last mark."""
         now = time.monotonic()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
@@ -47,13 +46,13 @@ class Timeline:
 
 
 class Tally:
-    """Seconds in some calls, whichever thread makes them."""
+    """Adds up the seconds spent in some calls, by all threads."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def around(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, counted."""
+        """Wrap a function so that its time is counted."""
         self.seconds[name] = 0.0
 
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -67,7 +66,7 @@ class Tally:
 
 
 def write(folder: Path, name: str, bits: float) -> Path:
-    """A model of a named shape, unless it is there."""
+    """Write a model of a named shape, unless it exists."""
     from exlm.bench.shapes import SHAPES
     from exlm.bench.synthetic import write_model_folder
     from exlm.bench.synthetic_weights import Exl2
@@ -90,7 +89,7 @@ def write(folder: Path, name: str, bits: float) -> Path:
 
 
 def _tensors(shape: Any, form: Any) -> Iterator[tuple[str, Any]]:
-    """Everything that the files hold; one layer, as often as there are layers."""
+    """The tensors of the files; all layers share one set of weights."""
     import torch
 
     from exlm.bench.synthetic_weights import RandomTensors
@@ -117,7 +116,7 @@ def _tensors(shape: Any, form: Any) -> Iterator[tuple[str, Any]]:
 
 
 def first_token(folder: Path, device: str, start: float, profile: bool) -> dict[str, Any]:
-    """What a fresh process does; `start` is when it was asked for."""
+    """Load and generate one token in this process; `start` is when the parent started it."""
     times = Timeline(start)
     times.mark("interpreter")
     if device.startswith("cuda"):
@@ -156,7 +155,7 @@ def first_token(folder: Path, device: str, start: float, profile: bool) -> dict[
 
 
 def _tallied(model: Any) -> Tally:
-    """Count what loading spends in reading weights and in making kernels' forms of them."""
+    """Count the time that loading spends reading weights and repacking them for kernels."""
     from exlm.checkpoint.safetensors_folder import SafetensorsFolder
     from exlm.formats import PackedWeight
     from exlm.kernels.dispatch import BackendList
@@ -192,7 +191,7 @@ def _profiled(wanted: bool) -> Iterator[None]:
 
 
 def warm(folder: Path) -> int:
-    """Read every file, so that it is in memory; how many bytes there are."""
+    """Read every file into the page cache; returns the number of bytes."""
     buffer, total = memoryview(bytearray(1 << 24)), 0
     for path in sorted(folder.iterdir()):
         with path.open("rb", buffering=0) as file:
@@ -202,7 +201,7 @@ def warm(folder: Path) -> int:
 
 
 def started(folder: Path, device: str, profile: bool = False) -> dict[str, Any]:
-    """The answer of a fresh process."""
+    """Run a fresh process and return its timeline."""
     command = [sys.executable, "-m", "benchmarks.first_token", "--folder", str(folder), "--device", device]
     command += ["--profile"] if profile else []
     environment = dict(os.environ)
@@ -216,7 +215,7 @@ def started(folder: Path, device: str, profile: bool = False) -> dict[str, Any]:
 
 
 def show(turns: list[dict[str, Any]], size: int) -> None:
-    """A line for each part, a column for each process."""
+    """Print a line for each phase, with a column for each process."""
     print(f"{size / 1e9:.2f} GB of files in memory; seconds of {len(turns)} processes, the first may compile")
     for part in turns[0]["times"]:
         print(f"{part:{TABLE_WIDTH}}", *(f"{turn['times'].get(part, 0.0):8.2f}" for turn in turns))
@@ -230,14 +229,14 @@ def show(turns: list[dict[str, Any]], size: int) -> None:
 
 
 def main() -> None:
-    """Write, warm, start, print."""
+    """Write the model, start the processes, print the table."""
     parser = argparse.ArgumentParser(description="Seconds from the start of a process to its first token.")
     parser.add_argument("--shape", default="llama-2-7b")
     parser.add_argument("--bits", type=float, default=4.1)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=Path, help="where the model is, or is to be written")
     parser.add_argument("--turns", type=int, default=2, help="processes, one after the other")
-    parser.add_argument("--profile", action="store_true", help="and where the main thread's time went")
+    parser.add_argument("--profile", action="store_true", help="also profile the main thread")
     parser.add_argument("--json", type=Path, help="write every number to a file")
     parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Timing on a GPU: work captured once and replayed, next to what a copy moves."""
+"""Timing on a GPU: replays of a CUDA graph, and the copy bandwidth to compare with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def replayed(work: Callable[[], object], repeats: int = 10) -> float:
-    """Seconds of one replay of a graph: the median of five turns."""
+    """Seconds of one replay of the captured work: the median of five runs."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         work()
@@ -31,7 +31,7 @@ def replayed(work: Callable[[], object], repeats: int = 10) -> float:
 
 
 def copy_speed(device: torch.device) -> float:
-    """Bytes a second that a large copy made by a kernel reads and writes."""
+    """Bytes per second that a large copy by a kernel reads and writes."""
     source = torch.ones(1 << 29, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / replayed(lambda: torch.neg(source, out=target), 5)

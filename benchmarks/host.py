@@ -1,9 +1,9 @@
-"""What the generator's own Python costs: `python -m benchmarks.host`.
+"""CPU time of the generator's own Python code: `python -m benchmarks.host`.
 
-A fake model answers at once with logits prepared beforehand, so that what is left is the work of the host:
-scheduling, pages, sampling, text, results. Jobs are plain greedy ones. Machines differ and are shared, so
-times are CPU times, given as multiples of a fixed piece of Python that takes turns with what is measured.
-Turns are short, so that most of them are not interrupted; medians count.
+A fake model returns prepared logits at once, so that only the host's work is left: scheduling, page table,
+sampling, detokenisation, results. Jobs are greedy. Because machines differ and are shared, CPU times are
+given as multiples of a fixed piece of Python code that is timed in alternation. Timed stretches are short, so
+that most of them are not interrupted, and medians are shown.
 
 Tables: a decode step of few and many rows against its target; a decode step behind contexts of different
 lengths, without a draft and with n-gram drafting; what a job costs while many others wait. In the latter two
@@ -37,10 +37,10 @@ from exlm.tokenizer.detokenizer import ByteTokenDecoder, Detokenizer
 
 VOCABULARY = 2048
 PROMPT = 16
-PREPARED = 8  # different logits that a fake model gives in turn
-WARM, TURN = 3, 10  # calls that are not counted, units for each turn
+PREPARED = 8  # sets of logits that the fake model cycles through
+WARM, TURN = 3, 10  # warm-up calls; runs of the unit per stretch
 UNIT = 100e-6
-"""Seconds that `unit` takes on the machine that the targets were set for."""
+"""Seconds that `unit` takes on the machine for which the targets were set."""
 
 
 class Case(NamedTuple):
@@ -57,11 +57,11 @@ CONTEXTS = (128, 2_000, 16_000)
 DRAFTED = 7  # tokens at most that n-gram drafting proposes for a step, as in a generator
 QUEUES = (10, 1_000, 10_000)
 GROWTH = 1.2
-"""How much more than with the shortest context or queue a thing may cost with the longest."""
+"""Largest allowed ratio of the cost at the longest context or queue to that at the shortest."""
 
 
 class _Counter:
-    """Something with an attribute and a method, as interpreted code is full of."""
+    """An object with an attribute and a method, for `unit`."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -72,7 +72,7 @@ class _Counter:
 
 
 def unit() -> None:
-    """The fixed piece of work: calls, attributes, lists, dicts and strings."""
+    """The fixed piece of Python: calls, attributes, lists, dicts and strings."""
     counter, kept, text = _Counter(), [], ""
     for number in range(400):
         total = counter.add(number)
@@ -83,7 +83,7 @@ def unit() -> None:
 
 
 class FakeTokenizer:
-    """A vocabulary of short words that is only ever read back."""
+    """A vocabulary of short words that only decodes."""
 
     eos_token_id: int | None = 0
     extended_id_to_piece: Mapping[int, str] = {0: "</s>"}
@@ -93,24 +93,24 @@ class FakeTokenizer:
         self._decoding = ByteTokenDecoder([piece.encode() for piece in self.pieces], False)
 
     def detokenizer(self, decode_special_tokens: bool = False, continues: bool = False) -> Detokenizer:
-        """The library's own stream of text."""
+        """exlm's own streaming detokenizer."""
         return self._decoding.detokenizer(continues)
 
     def get_vocab_size(self) -> int:
-        """How many words there are."""
+        """The vocabulary size."""
         return VOCABULARY
 
     def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
-        """The words."""
+        """The text of each token."""
         return self.pieces
 
     def get_prefix_id_to_ids_dict(self) -> dict[int, list[int]]:
-        """Nothing is healed here."""
+        """Unused: these jobs have no token healing."""
         return {}
 
 
 class FakeRunner:
-    """A model that costs nothing."""
+    """A model runner that takes no time."""
 
     def __init__(self, rows: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -134,13 +134,13 @@ class FakeRunner:
         return self._answers[self._step % PREPARED]
 
     def decode_next(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor:
-        """The same, as on a GPU: asked for before the tokens are looked at."""
+        """The same for async scheduling, as on a GPU."""
         self._step += 1
         return self._answers[self._step % PREPARED]
 
 
 class PeriodicRunner(FakeRunner):
-    """A model of one row that says the same few tokens over and over, guessed or not."""
+    """A runner of one row that repeats the same few tokens, with or without drafts."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -151,7 +151,7 @@ class PeriodicRunner(FakeRunner):
     def decode(
         self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Logits after each token that is fed."""
+        """Logits after each input token."""
         start = past[0] % PREPARED
         return self._round[:, start : start + len(tokens[0])]
 
@@ -161,7 +161,7 @@ class PeriodicRunner(FakeRunner):
 
 
 def prepared(rows: int, steps: int) -> EngineCore:
-    """A loop in which so many jobs are in the middle of their texts."""
+    """An engine with so many jobs in the middle of decoding."""
     pages = rows * -(-(PROMPT + steps + 4) // 256)
     loop = EngineCore(FakeRunner(rows), PageTable(pages), FakeTokenizer(), VOCABULARY, max_batch_size=rows)
     settings = Settings.greedy()
@@ -173,7 +173,7 @@ def prepared(rows: int, steps: int) -> EngineCore:
 
 
 def seconds(work: Callable[[], object], times: int) -> float:
-    """CPU seconds of one call, out of several in a row."""
+    """CPU seconds of one call, averaged over several."""
     start = time.process_time()
     for _ in range(times):
         work()
@@ -181,7 +181,7 @@ def seconds(work: Callable[[], object], times: int) -> float:
 
 
 def measure(case: Case, repeats: int) -> list[tuple[float, float]]:
-    """Seconds for a row of a step, and for the unit next to it, of each repetition."""
+    """(seconds of a step per row, seconds of the unit) of each repetition."""
     found = []
     for _ in range(repeats):
         loop = prepared(case.rows, case.steps + WARM)
@@ -195,7 +195,7 @@ def measure(case: Case, repeats: int) -> list[tuple[float, float]]:
 
 
 def behind(context: int, steps: int, drafts: bool) -> EngineCore:
-    """A loop in which one job has read a prompt of so many tokens and goes on as the prompt did."""
+    """An engine with one job after a prompt of so many tokens, which continues its pattern."""
     runner = PeriodicRunner()
     new = (steps + 4) * (1 + DRAFTED)
     loop = EngineCore(
@@ -215,14 +215,14 @@ def behind(context: int, steps: int, drafts: bool) -> EngineCore:
 
 
 def step_behind(context: int, drafts: bool, steps: int) -> dict[str, float]:
-    """Seconds of a decode step behind a context."""
+    """Seconds of a decode step after a context of this length."""
     loop = behind(context, steps + WARM, drafts)
     seconds(loop.step, WARM)
     return {"step": seconds(loop.step, steps)}
 
 
 def queued(count: int) -> dict[str, float]:
-    """Seconds for each of so many jobs to be made, enqueued and cancelled, and of a step while they wait."""
+    """Seconds to create, enqueue and cancel a job among so many, and of a step while they wait."""
     loop = prepared(1, 3 * TURN)
     jobs: list[Job] = []
     made = iter(range(count))
@@ -243,11 +243,11 @@ def queued(count: int) -> dict[str, float]:
 def compared(
     cases: Sequence[Callable[[], dict[str, float]]], repeats: int
 ) -> list[dict[str, tuple[float, float]]]:
-    """Of each case, by what was measured: median of the seconds, and of the multiples of the unit."""
+    """For each case and quantity: (median seconds, median in multiples of the unit)."""
     turns: list[list[tuple[dict[str, float], float]]] = [[] for _ in cases]
     for _ in range(repeats):
         for case, found in zip(cases, turns, strict=True):
-            gc.collect()  # every turn begins alike; what it leaves for the garbage collector is its own
+            gc.collect()  # every stretch starts without garbage of the one before
             before = seconds(unit, TURN)
             times = case()
             found.append((times, (before + seconds(unit, TURN)) / 2))
@@ -264,7 +264,7 @@ def compared(
 
 
 def growth(title: str, sizes: Sequence[int], found: Sequence[Mapping[str, tuple[float, float]]]) -> Table:
-    """A table of what was measured for each size, and its largest growth from any size to a larger one."""
+    """The table of costs at each size, with the largest growth from any size to a larger one."""
     table = Table(title=title)
     for name in ("", *(f"{size:,}" for size in sizes), "units", "growth", "at most", ""):
         table.add_column(name, justify="right", no_wrap=True)
@@ -283,7 +283,7 @@ def growth(title: str, sizes: Sequence[int], found: Sequence[Mapping[str, tuple[
 
 
 def steps_of_batches(repeats: int) -> tuple[Table, list[dict[str, float]]]:
-    """The table of decode steps against their targets, and its numbers."""
+    """The table of decode steps against their targets, and its values."""
     numbers: list[dict[str, float]] = []
     table = Table(title="Python of a decode step, plain greedy jobs")
     for name in ("batch", "µs per row", "unit in µs", "units per row", "at most", ""):
@@ -305,7 +305,7 @@ def steps_of_batches(repeats: int) -> tuple[Table, list[dict[str, float]]]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.host", description="The generator's own cost."
     )

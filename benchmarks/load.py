@@ -1,9 +1,9 @@
-"""How long loading a model takes, next to reading the bytes of its files: `python -m benchmarks.load`.
+"""Load time of a model, compared with reading the bytes of its files: `python -m benchmarks.load`.
 
-Writes a synthetic model once, then takes turns: its files are read into one small buffer, read into fresh
-memory as large as they are, and loaded on the CPU. They come from the page cache, so the disk is as fast as a
-disk can be; with `--cold` they are dropped from it first. Loading must end with the weights in memory of its
-own: the fair measure is the read into fresh memory. Only the ratios mean something on a shared machine.
+Writes a model of random weights once, then in turn reads its files into one small buffer, reads them into
+fresh memory of their size, and loads them on the CPU. Files come from the page cache, unless `--cold` drops
+them first. A load ends with the weights in memory of its own, so the read into fresh memory is the fair
+comparison. On a shared machine only the ratios mean something.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .synthetic import LLAMA_7B, write_dense, write_exl2
 
 BUFFER = 4 * 2**20
 TARGET = 1.5
-PAUSE = 2.5  # seconds; hosts of virtual machines take back what was freed about this long ago
+PAUSE = 2.5  # seconds; after about this time a VM's host reclaims freed memory
 
 GIGABYTE = Shape(hidden=2048, layers=8, mlp=5632, heads=16, kv_heads=16, vocab=32000)
 MODELS: dict[str, tuple[str, str, Callable[[Path], Path]]] = {
     "exl2": ("7B, EXL2 4.1 bpw", "float32", lambda folder: write_exl2(folder, LLAMA_7B)),
     "dense": ("0.5B, dense float16", "float16", lambda folder: write_dense(folder, GIGABYTE)),
 }
-"""Words, the precision to compute in, and who writes the folder."""
+"""(description, compute precision, function that writes the folder)"""
 
 
 class Times(NamedTuple):
@@ -50,7 +50,7 @@ class Times(NamedTuple):
 
 
 def read_into_buffer(files: list[Path]) -> None:
-    """Read every byte into the same few megabytes: what the page cache gives at most."""
+    """Read every byte into the same few megabytes: the page cache's speed."""
     buffer = memoryview(bytearray(BUFFER))
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -59,7 +59,7 @@ def read_into_buffer(files: list[Path]) -> None:
 
 
 def read_into_memory(files: list[Path]) -> list[torch.Tensor]:
-    """Read every byte into memory that nobody has touched before."""
+    """Read every byte into newly allocated memory."""
     kept = []
     for path in files:
         target = torch.empty(path.stat().st_size, dtype=torch.uint8)
@@ -81,7 +81,7 @@ def load(folder: Path, dtype: str) -> Model:
 
 
 class Stopwatch:
-    """Times work that needs as much memory as the work before it gave back.
+    """Times functions that each need as much memory as the one before freed.
 
     What one result occupied is freed just before the next is made. So every turn finds free memory in the
     same state, and none waits for the host of a virtual machine to find some.
@@ -93,7 +93,7 @@ class Stopwatch:
         self._held: list[object] = []
 
     def time(self, work: Callable[[], object], *, frees: bool = True) -> float:
-        """Seconds until `work` returns; its result is kept until the next work that `frees`."""
+        """Seconds of `work`; its result is kept until the next call with `frees`."""
         if frees:
             time.sleep(PAUSE)
             self._held.clear()
@@ -124,7 +124,7 @@ def measure(folder: Path, dtype: str, repeats: int, cold: bool) -> list[Times]:
 
 
 def show(console: Console, title: str, rows: list[Times]) -> None:
-    """A line for each repetition, and their medians."""
+    """Print each repetition and the medians."""
     table = Table(title=title)
     for name in ("seconds", "read (buffer)", "read (fresh)", "load", "load/buffer", "load/fresh"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -141,7 +141,7 @@ def show(console: Console, title: str, rows: list[Times]) -> None:
 
 
 def main() -> None:
-    """Write what is missing, measure, print."""
+    """Write missing models, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description="Loading next to reading.")
     parser.add_argument("models", nargs="*", metavar="model", help=f"{' or '.join(MODELS)} (default: all)")
     parser.add_argument("--folder", type=Path, help="where the models are kept (default: exlm's cache)")
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def _give_back() -> None:
-    """Have the C library return what it keeps for later, so that the next tensors are fresh memory."""
+    """Make the C library return freed memory to the system, so that the next tensors are fresh."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 

@@ -1,6 +1,7 @@
-"""Packed matrices of a 7B-shaped model on the GPU, next to a copy: `python -m benchmarks.matrices`.
+"""GEMM kernels on the packed matrices of a 7B model, beside the copy bandwidth: `python -m
+benchmarks.matrices`.
 
-Every matrix is different, so that none is found in a cache; times are of graphs replayed.
+Every matrix is a different one, so that none is in L2; times are of replayed CUDA graphs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SHAPES: dict[str, tuple[int, list[int], bool]] = {
     "gate, up": (4096, [11008] * 2, True),
     "down": (11008, [4096], False),
 }
-"""Inputs, outputs, and whether a norm stands before them."""
+"""(inputs, outputs, whether a norm is fused before them)"""
 CONFIGS = [
     TileConfig(*one)
     for one in (
@@ -53,21 +54,21 @@ Work = Callable[[], None]
 
 
 def random_tiles(inputs: int, outputs: int, form: WeightFormat, random: RandomTensors) -> MmaWeight:
-    """A matrix of random numbers in the true layout of a format."""
+    """A random matrix in a format, repacked for the kernels."""
     weight = form.weight(inputs, outputs, random, False, 0.02)
     assert isinstance(weight, PackedWeight)
     return repack(weight)
 
 
 def plans(rows: int) -> Sequence[TileConfig]:
-    """Those to try for so many rows."""
+    """The tile configurations to try for so many rows."""
     return CONFIGS if rows <= MAX_M16 else CONFIGS_M64
 
 
 def bound(
     modules: ModuleCache, matrices: list[MmaWeight], normal: RmsNorm | None, plan: TileConfig
 ) -> GemmM16 | GemmM64:
-    """Matrices ready to be multiplied."""
+    """The GEMM of fused matrices, with a tile configuration."""
     act = "silu" if len(matrices) == 2 else None
     if isinstance(plan, TileConfigM64):
         return GemmM64(GemmM16(modules, matrices, normal, act), plan)
@@ -77,7 +78,7 @@ def bound(
 def chain(
     modules: ModuleCache, layers: list[list[MmaWeight]], norm: bool, plan: TileConfig, rows: int
 ) -> Work:
-    """One matrix after the other, all on the same rows."""
+    """Multiply each matrix with the same rows, one after the other."""
     inputs, device = layers[0][0].in_features, modules.device
     x = torch.randn(rows, inputs, device=device).half()
     normal = RmsNorm(torch.rand(inputs, device=device), 1e-5) if norm else None
@@ -93,7 +94,7 @@ def chain(
 
 
 def compile_ahead(modules: ModuleCache, model: dict[str, list[list[MmaWeight]]], rows: list[int]) -> None:
-    """Every program that will be needed, on all processors at once."""
+    """Compile every kernel that will be needed, in parallel."""
     device = target(*torch.cuda.get_device_capability(modules.device))
     needed = set()
     for name, layers in model.items():
@@ -109,12 +110,12 @@ def compile_ahead(modules: ModuleCache, model: dict[str, list[list[MmaWeight]]],
 
 
 def main() -> None:
-    """Measure, print."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.matrices", description="Packed matrices.")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16])
     parser.add_argument("--form", default="exl2", help="exl2, gptq or gguf")
-    parser.add_argument("--bits", type=float, help="of a weight; what is usual if not given")
-    parser.add_argument("--all", action="store_true", help="print every plan's time")
+    parser.add_argument("--bits", type=float, help="bits per weight; default: the format's usual")
+    parser.add_argument("--all", action="store_true", help="print the time of every configuration")
     chosen = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     modules = ModuleCache(device, Path(gettempdir()) / "exlm-kernels")

@@ -1,10 +1,10 @@
-"""How long quantising takes: checks the result, then prints time for each phase, memory and quality.
+"""Quantisation time: quantises a model, checks the files, and prints the time of each phase, memory and
+quality.
 
 python -m benchmarks.quantize [--shape smollm2-135m | --model NAME] [--bits 4.0] [--rows 128] [--device cuda]
     [--twice]
 
-Without a model one of random weights is made, of the default model's shape: its times are true, its
-perplexity says nothing.
+Without --model a model of random weights is used: its times are realistic, its perplexity is meaningless.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POSITIONS = 2048
 
 
 BEGINNINGS = ("calibrating", "writing", "judging the result")
-"""What progress tells of when it begins; of everything else when it has ended."""
+"""Phases that are reported when they begin; all others are reported when they end."""
 
 
 class Clock:
@@ -37,7 +37,7 @@ class Clock:
         self._last, self._open = time.perf_counter(), ""
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        """Progress."""
+        """The progress callback of `quantize_model`."""
         now = time.perf_counter()
         name = " ".join(word for word in what.split(";")[0].split() if not word.isdigit())
         phase = self._open or name
@@ -46,14 +46,14 @@ class Clock:
 
 
 def main() -> None:
-    """Quantise into a folder that is thrown away."""
+    """Quantise into a temporary folder and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a folder, a .gguf file or a name, instead of random weights")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--bits", type=float, default=4.0)
     parser.add_argument("--rows", type=int, default=128, help="rows of calibration text")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--twice", action="store_true", help="make it again: the weights must be the same")
+    parser.add_argument("--twice", action="store_true", help="quantise twice and require identical weights")
     args = parser.parse_args()
     clock = Clock()
     with tempfile.TemporaryDirectory() as scratch:

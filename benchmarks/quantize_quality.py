@@ -1,9 +1,9 @@
-"""How good quantised models are: a trained model at four widths against the reference converter's perplexity.
+"""Quantisation quality: perplexity of a trained model at four widths, against the reference converter's.
 
 python -m benchmarks.quantize_quality [--bits 2.5 3.0 4.0 6.0] [--device cpu] [--fixtures ../shared/fixtures]
 
-Perplexity is that of the fixtures: 4096 held-out ids in rows of 512. Ends with status 1 where the
-reference is better, or more bits were used than asked for.
+Perplexity is measured on the fixtures' 4096 held-out tokens in rows of 512. Exits with status 1 if the
+reference is better, or if more bits were used than asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDTHS = (2.5, 3.0, 4.0, 6.0)
 
 
 def main() -> None:
-    """A line for each width."""
+    """Print a line for each width."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bits", type=float, nargs="+", default=WIDTHS, choices=WIDTHS)
     parser.add_argument("--device", default="cpu")

@@ -1,9 +1,9 @@
-"""How long picking tokens takes, next to the least that can be done: `python -m benchmarks.sampler`.
+"""Sampling time, compared with plain multinomial sampling: `python -m benchmarks.sampler`.
 
-The unit is `torch.multinomial(torch.softmax(logits))` of the same shape in the same run. A step is what a
-generator does: sample, fetch the tokens, append each to its text. On a GPU the time that the device alone is
-busy is measured, too: steps are queued behind a pause, so that the host is never waited for. What a step on a
-GPU costs the host alone can be measured on any machine (`--host`): nothing is launched then.
+Times are multiples of `torch.multinomial(torch.softmax(logits))` of the same shape in the same run. A step
+does what the generator does: sample, fetch the tokens, append each to its sequence. On a GPU the device time
+is measured as well, with steps queued behind a pause so that the device never waits for the host. `--host`
+measures only the host's share of a GPU step, on any machine: nothing is launched then.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings, gpu_
 BATCHES = (1, 16, 64)
 VOCABULARIES = (32_000, 152_064)
 HISTORY = 1000
-SPREAD = 3.0  # standard deviation of the logits; a few tokens then have most of the probability, as in texts
-SETS = 4  # of logits, taken in turn, so that none stays in a cache
-LIKELY = 16  # tokens that are worth considering for a row
-CYCLES = 6000  # of a device for a microsecond of the host's: a pause long enough to queue what is timed
-SECONDS = 1.0  # for one cell on a CPU
+SPREAD = 3.0  # standard deviation of the logits: as in real text, a few tokens have most of the probability
+SETS = 4  # sets of logits, used in turn so that none stays in L2
+LIKELY = 16  # likely tokens of each row
+CYCLES = 6000  # device cycles per microsecond of the host: makes the pause long enough to queue all steps
+SECONDS = 1.0  # measuring time for one cell on a CPU
 
 CHAT: dict[str, Any] = {
     "temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.05, "token_repetition_penalty": 1.05,
@@ -57,12 +57,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "skew": 0.1, "xtc_probability": 0.5,
     },
 }  # fmt: skip
-"""What is measured; the full kit also has a bias and blocked tokens."""
+"""The sampler settings to measure; the last also has a logit bias and disallowed tokens."""
 HOSTED = ("greedy", "chat", "top-p", "full kit")
 
 
 class Cell(NamedTuple):
-    """One measurement, in microseconds for a step; `device` is what the GPU alone needs, None on a CPU."""
+    """One measurement in microseconds per step; `device` is the GPU's own time, None on a CPU."""
 
     where: str
     settings: str
@@ -75,7 +75,7 @@ class Cell(NamedTuple):
 
 
 def make_rows(name: str, batch: int, vocabulary: int) -> list[SamplingRequest]:
-    """Rows whose texts have a thousand tokens each, some of them often."""
+    """Rows with sequences of a thousand tokens, in which some tokens repeat."""
     settings = Settings(**SETTINGS[name])
     extra: dict[str, Any] = {}
     if name == "full kit":
@@ -90,14 +90,14 @@ def make_rows(name: str, batch: int, vocabulary: int) -> list[SamplingRequest]:
 
 
 def _likely(batch: int, vocabulary: int) -> list[list[int]]:
-    """Tokens that each row might get in turn: few for each set of logits, so that texts repeat themselves."""
+    """The likely tokens of each row: few for each set of logits, so that sequences repeat themselves."""
     rng = Random(0)
     few = [[rng.sample(range(vocabulary), LIKELY) for _ in range(batch)] for _ in range(SETS)]
     return [[rng.choice(some) for some in few[turn % SETS]] for turn in range(1024 * SETS)]
 
 
 class Steps:
-    """Steps of one kind, taken one after the other."""
+    """Successive steps with one kind of settings."""
 
     def __init__(self, name: str, batch: int, vocabulary: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -115,28 +115,28 @@ class Steps:
         return self.logits[self.taken % SETS]
 
     def sample(self) -> None:
-        """Sample, and do not ask what."""
+        """Sample without fetching the tokens."""
         self.sampler.launch(self.turn(), self.rows)
         for row, token in zip(self.rows, self.likely[self.taken % len(self.likely)], strict=True):
             row.state.accept(token)
 
     def step(self) -> None:
-        """Sample, fetch, append."""
+        """Sample, fetch the tokens, append them."""
         tokens = self.sampler.sample_batch(self.turn(), self.rows).tokens
         for row, token in zip(self.rows, tokens, strict=True):
             row.state.accept(token)
 
     def draw(self) -> Tensor:
-        """The unit, not fetched."""
+        """Multinomial sampling without fetching."""
         return torch.multinomial(torch.softmax(self.turn(), -1), 1)
 
     def unit(self) -> None:
-        """The unit, fetched."""
+        """Multinomial sampling, with the tokens fetched."""
         self.draw().tolist()
 
 
 def timed(work: Callable[[], object], seconds: float) -> float:
-    """Microseconds, the median of at least five turns after two that do not count."""
+    """Microseconds of a call: the median of at least five, after two for warm-up."""
     work()
     work()
     times: list[float] = []
@@ -149,7 +149,7 @@ def timed(work: Callable[[], object], seconds: float) -> float:
 
 
 def timed_on_device(work: Callable[[], object], longest: float, count: int = 20) -> float:
-    """Microseconds that the device is busy with one turn, which takes the host no longer than given."""
+    """Device time of a call in microseconds; the host needs at most `longest` for it."""
     cuda: Any = torch.cuda  # its events have no types
     results: list[float] = []
     for _ in range(5):
@@ -165,7 +165,7 @@ def timed_on_device(work: Callable[[], object], longest: float, count: int = 20)
 
 
 def measure(name: str, batch: int, vocabulary: int, device: torch.device) -> Cell:
-    """One kind of settings for one shape."""
+    """Measure one kind of settings at one shape."""
     steps = Steps(name, batch, vocabulary, device)
     on_gpu = device.type == "cuda"
     seconds = SECONDS / 4 if on_gpu else SECONDS
@@ -178,7 +178,7 @@ def measure(name: str, batch: int, vocabulary: int, device: torch.device) -> Cel
 
 
 def measure_host(name: str, batch: int, vocabulary: int) -> float:
-    """What a step on a GPU costs the host but for the launches, in microseconds."""
+    """Host time of a GPU step in microseconds, without kernel launches."""
     with (
         patch.object(gpu_kernels, "has_kernels_for", lambda device: True),
         patch.object(KernelLaunch, "__call__", lambda *args: None),
@@ -187,7 +187,7 @@ def measure_host(name: str, batch: int, vocabulary: int) -> float:
 
 
 def show_host(console: Console, batches: list[int]) -> None:
-    """A table of `measure_host`; what the vocabulary is makes no difference."""
+    """Print the table of `measure_host`; the vocabulary size makes no difference."""
     table = Table(title=f"µs per step, the host alone, without launches; histories of {HISTORY} tokens")
     for title in ("settings", *map(str, batches)):
         table.add_column(title, justify="left" if title == "settings" else "right")
@@ -198,7 +198,7 @@ def show_host(console: Console, batches: list[int]) -> None:
 
 
 def show(console: Console, cells: list[Cell]) -> None:
-    """A table for each device."""
+    """Print a table for each device."""
     for where in dict.fromkeys(cell.where for cell in cells):
         table = Table(title=f"µs per step, {where}; histories of {HISTORY} tokens")
         for title in ("settings", "batch", "vocabulary", "step", "unit", "ratio", "device", "unit", "ratio"):
@@ -218,14 +218,12 @@ def show(console: Console, cells: list[Cell]) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampler", description="The sampler's speed.")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: the CPU, and a GPU if there is one"
     )
-    parser.add_argument(
-        "--host", action="store_true", help="what steps on a GPU cost the host, and that alone"
-    )
+    parser.add_argument("--host", action="store_true", help="measure only the host time of GPU steps")
     parser.add_argument("--json", type=Path, help="write the numbers to a file, too")
     parser.add_argument(
         "--only", nargs="*", default=list(SETTINGS), metavar="settings", choices=list(SETTINGS)

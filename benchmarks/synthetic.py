@@ -1,7 +1,7 @@
-"""Model folders of any size without any model: true file layouts, random codes.
+"""Writes model folders of any size with random weights in real file layouts.
 
-Tensors are made one at a time and written in shards, so a large model needs little memory. A folder that is
-already there is kept. A model that need not be in files is made by `exlm bench` without any.
+Tensors are made one at a time and written in shards, so that large models need little memory. An existing
+folder is kept. (`exlm bench` makes random weights without files.)
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from exlm.checkpoint import save
 from exlm.formats import DenseWeight, PackedWeight, Weight, exl2
 
 SHARD = 512 * 2**20
-DONE = "synthetic.json"  # what was written, there once all of it is
+DONE = "synthetic.json"  # describes the model in the folder; written last
 LLAMA_7B = SHAPES["llama-2-7b"]
 
 
 def write_exl2(folder: Path, shape: Shape, bits: float = 4.1, seed: int = 0) -> Path:
-    """An EXL2 model."""
+    """Write an EXL2 model."""
     return _write(folder, shape, Exl2(bits), seed)
 
 
 def write_dense(folder: Path, shape: Shape, seed: int = 0) -> Path:
-    """A float16 model."""
+    """Write a float16 model."""
     return _write(folder, shape, Dense(), seed)
 
 

@@ -23,34 +23,34 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
-LEVELS = {"runtime": ".", "dev": ".[dev]"}  # a later level contains the earlier ones
+LEVELS = {"runtime": ".", "dev": ".[dev]"}  # each level includes the ones before it
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 PINS = VENV / "exlm-constraints.txt"
 STATE = (
     VENV / "exlm-state.json"
-)  # whom .venv was made for, and the folders of another environment it looks into
-UNFINISHED = VENV / "exlm-unfinished"  # there while .venv is being changed
+)  # the environment that was active when .venv was made, and the folders whose packages it uses
+UNFINISHED = VENV / "exlm-unfinished"  # exists while .venv is being changed
 
 
 def say(text: str) -> None:
-    """Report progress."""
+    """Print progress."""
     print(f"exlm: {text}", flush=True)
 
 
 def failure(text: str) -> SystemExit:
-    """An error to raise, for make to show."""
+    """An error that ends the script with a message."""
     return SystemExit(f"exlm: {text}.")
 
 
 def version(text: str) -> "tuple[int, ...]":
-    """`2.13.0+cpu` as (2, 13, 0)."""
+    """The numbers of a version: `2.13.0+cpu` is (2, 13, 0)."""
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
 
 
 def stated(path: Path, pattern: str) -> str:
-    """The version that a line of a project file states."""
+    """The version in a line of a project file."""
     found = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         raise failure(f"{path.name} has no line like {pattern}")
@@ -58,7 +58,7 @@ def stated(path: Path, pattern: str) -> str:
 
 
 def check_python() -> None:
-    """Refuse a Python that exlm does not run on."""
+    """Refuse Python versions that exlm does not support."""
     oldest = stated(PROJECT, r'^requires-python = ">=([\d.]+)"')
     if sys.version_info[:2] < version(oldest):
         found = sys.version.split()[0]
@@ -75,12 +75,12 @@ def name_of(requirement: str) -> str:
 
 
 def package_folders() -> "list[str]":
-    """Where the active interpreter finds installed packages."""
+    """The folders in which the active interpreter finds packages."""
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
 def torch_in(folders: "list[str]") -> "tuple[str, set[str]] | None":
-    """The version of a torch that is new enough for us, and the names of what it requires."""
+    """(version of the installed torch, names of its requirements), if it is new enough."""
     import importlib.metadata
 
     for found in importlib.metadata.distributions(name="torch", path=folders):
@@ -90,52 +90,52 @@ def torch_in(folders: "list[str]") -> "tuple[str, set[str]] | None":
 
 
 def importable() -> bool:
-    """Whether the active interpreter's torch loads; its own complaint is shown."""
+    """Whether the active interpreter can import torch; shows its error if not."""
     return subprocess.run([sys.executable, "-c", "import torch"], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def write_state(linked: "list[str]", python: "list[int] | None") -> None:
-    """Remember what .venv is made for: the folders whose torch it uses, and what was active at the time."""
+    """Record the active environment, and the folders whose torch .venv uses."""
     state = {"root": str(ROOT), "python": python, "active": package_folders(), "linked": linked}
     STATE.write_text(json.dumps(state))
 
 
 def read_state() -> "dict[str, Any]":
-    """What .venv was made for."""
+    """Read what `.venv` was made for."""
     return dict(json.loads(STATE.read_text()))
 
 
 def own_packages() -> Path:
-    """The folder of .venv's own packages."""
+    """The site-packages folder of .venv."""
     return next((VENV / "lib").glob("python3*/site-packages"))
 
 
 def digest() -> str:
-    """What an installation is made from."""
+    """A digest of the files that an installation depends on."""
     parts = [path.read_bytes() for path in (PROJECT, CONSTRAINTS, Path(__file__))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def stamp(level: str) -> Path:
-    """The file that says from what a level was installed."""
+    """The file with the digest a level was installed from."""
     return VENV / f"exlm-ready-{level}"
 
 
 def ready(level: str) -> bool:
-    """Whether this level, or one that contains it, is installed from the files as they are now."""
+    """Whether this level, or one that includes it, is installed from the current files."""
     levels = list(LEVELS)
     stamps = [stamp(name) for name in levels[levels.index(level) :]]
     return any(path.is_file() and path.read_text() == digest() for path in stamps)
 
 
 def fault() -> str:
-    """Why .venv must be made anew; empty if it can be kept."""
+    """Why .venv must be recreated; empty if it can be kept."""
     if not VENV.exists():
         return "there is none"
     if UNFINISHED.exists() or not PYTHON.exists():
         return "it is not whole"
     if not STATE.is_file():
-        return ""  # somebody's own environment, by our name: used, not replaced
+        return ""  # the user made this .venv: use it, never replace it
     state = read_state()
     if state["root"] != str(ROOT):
         return "it was made for another folder"
@@ -153,7 +153,7 @@ def fault() -> str:
 
 
 def make_venv() -> None:
-    """A new .venv, linked to the active environment where that has a torch for us."""
+    """Create .venv, using the active environment's torch if that is new enough."""
     torch = torch_in(package_folders())
     if torch and not importable():
         say(f"torch {torch[0]} in {sys.prefix} does not import (see above) and is not used")
@@ -167,13 +167,13 @@ def make_venv() -> None:
             "no virtual environment could be made; on Debian and Ubuntu try: apt install python3-venv"
         )
     folders = package_folders() if torch else []
-    if folders:  # read last, so that exlm and whatever .venv holds itself come first
+    if folders:  # .pth files are read last, so that packages in .venv take precedence
         (own_packages() / "zz-active-environment.pth").write_text("\n".join(folders) + "\n")
     write_state(folders, list(sys.version_info[:2]))
 
 
 def adopt() -> None:
-    """Take over a .venv that was not made here; a torch in it that will do is kept."""
+    """Use a .venv that the user made, keeping its torch if that is new enough."""
     say("using the .venv that is here")
     if subprocess.run([str(PYTHON), "-m", "ensurepip"], stdout=subprocess.DEVNULL).returncode != 0:
         raise failure("the .venv that is here has no pip; remove it (make clean) and try again")
@@ -182,7 +182,7 @@ def adopt() -> None:
 
 
 def write_pins() -> None:
-    """constraints.txt, less what belongs to a torch that is kept."""
+    """constraints.txt without the packages of a torch that is kept."""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     linked = read_state()["linked"]
     torch = torch_in(linked) if linked else None
@@ -195,17 +195,17 @@ def write_pins() -> None:
 
 
 def install(level: str) -> None:
-    """Install exlm, editable, and what a level needs."""
+    """Install exlm in editable mode with the dependencies of a level."""
     for name in LEVELS:
         with contextlib.suppress(FileNotFoundError):
             stamp(name).unlink()
     UNFINISHED.touch()
     write_pins()
-    # Unlike -c, PIP_CONSTRAINT also reaches pip's isolated builds; newer pips want the second name for those.
+    # Unlike -c, PIP_CONSTRAINT also applies to isolated builds; newer pips use the second variable for those.
     environment = {**os.environ, "PIP_CONSTRAINT": str(PINS), "PIP_BUILD_CONSTRAINT": str(PINS)}
     command = [str(PYTHON), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
     code = subprocess.run([*command, "--editable", LEVELS[level]], cwd=ROOT, env=environment).returncode
-    if code >= 0:  # a pip that was killed may leave half a package behind, one that failed does not
+    if code >= 0:  # only a pip that was killed leaves half-installed packages
         UNFINISHED.unlink()
     if code != 0:
         raise failure(
@@ -216,16 +216,16 @@ def install(level: str) -> None:
 
 
 def main() -> None:
-    """Bring .venv to the level asked for; return at once if it is there."""
+    """Install a level into .venv, unless it is installed already."""
     if sys.argv[1:2] not in [[level] for level in LEVELS]:
         raise failure(f"usage: bootstrap.py {'|'.join(LEVELS)}")
     level = sys.argv[1]
     check_python()
     with open(PROJECT, encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two makes at once: the second waits, then finds the work done
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second make waits here, then finds everything installed
         reason = fault()
         if reason:
-            if Path(sys.prefix).resolve() == VENV:  # the interpreter that runs this is about to be removed
+            if Path(sys.prefix).resolve() == VENV:  # we are running in the .venv that is about to be replaced
                 base = str(getattr(sys, "_base_executable", sys.executable))
                 os.execv(base, [base, *sys.argv])
             say(f"making .venv ({level}), since {reason}; this takes a minute or two")

@@ -1,6 +1,6 @@
-"""A real model answers a question: `python scripts/demo.py [the question]`. What `make demo` runs.
+"""`make demo`: answers a question with the default model, which is downloaded the first time.
 
-The model is the default one, downloaded the first time. The answer is made by `exlm generate`.
+Usage: python scripts/demo.py [QUESTION]. Runs `exlm generate`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ QUESTION = "What is the capital of France?"
 
 
 def main(words: list[str]) -> None:
-    """Find the model, ask it, and show the answer as it comes."""
+    """Find the model and stream its answer."""
     question = " ".join(words) or QUESTION
     print(f"exlm: a small language model on this machine answers: {question}", flush=True)
     try:

@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.compare`: checkouts, child processes and what they measure, intervals.
+"""Parts of `benchmarks.compare`: checkouts, child processes, probes and intervals.
 
 Nothing here imports exlm: each checkout is measured by processes that import its own copy.
 """

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAIL_LINES = 25
-"""Lines of a failed process's output that the error message shows."""
+"""How many lines of a failed process's output the error message shows."""
 
 WHERE = "import exlm; print(exlm.__file__)"
 
 
 class CompareError(Exception):
-    """A comparison that cannot be made; the message says why."""
+    """The comparison cannot be made; the message says why."""
 
 
 class ChildFailed(CompareError):

@@ -1,6 +1,6 @@
-"""Runs `benchmarks.host` of a checkout that cannot write JSON yet, and writes what its `--json` would: FILE.
+"""Runs `benchmarks.host` of an old checkout without `--json`, and writes that option's output to FILE.
 
-Such checkouts lie in the past, so the names used here do not change any more.
+Old checkouts do not change, so the internal names used here stay valid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def main(file: Path) -> None:
-    """Measure every case."""
+    """Measure every case and write the file."""
     sys.path.insert(0, ".")  # the checkout's own benchmarks, rather than those beside this script
     from benchmarks.host import CASES, measure
 

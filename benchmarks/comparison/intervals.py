@@ -1,4 +1,4 @@
-"""The ratio of two medians with a confidence interval, and whether it keeps a bound.
+"""The ratio of two medians with a confidence interval, and whether it is within a bound.
 
 The interval is a percentile bootstrap of the ratio of the medians. Rounds are resampled whole, both values
 of a round together, so what slows the machine down for a whole round cancels. In simulations (2 % noise; the
@@ -18,7 +18,7 @@ from typing import Literal
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
 FEWEST = 5
-"""Rounds from which an interval is trusted."""
+"""Fewest rounds for a verdict."""
 
 METHOD = (
     "ratio of medians; 95 % interval by percentile bootstrap, rounds resampled with both values together "

@@ -1,8 +1,8 @@
 """Model files of random weights that both checkouts read: NAME TARGET.
 
-They are written without exlm, so that neither checkout decides what is in them: a 1.1B Llama as a Q4_K_M GGUF
-file, which needs the packages gguf and numpy, and a small Llama folder with a chat template. A target appears
-under its name once it is whole.
+They are written without exlm, so that they do not depend on a checkout: a 1.1B Llama as a Q4_K_M GGUF file,
+which needs the packages gguf and numpy, and a small Llama folder with a chat template. Targets are written
+atomically.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %
 
 
 def write_gguf(target: Path) -> None:
-    """A Llama of 1.1 billion weights, its matrices in the types that llama.cpp gives a Q4_K_M."""
+    """Write a Llama of 1.1 billion weights, with the matrix types that llama.cpp uses for Q4_K_M."""
     import gguf
 
     kinds = gguf.GGMLQuantizationType
@@ -86,7 +86,7 @@ def gguf_matrices() -> Iterator[tuple[str, int, int, bool]]:
 
 
 def gguf_norms() -> Iterator[str]:
-    """The norms."""
+    """Names of the norms."""
     yield "output_norm.weight"
     for layer in range(LAYERS):
         yield f"blk.{layer}.attn_norm.weight"
@@ -123,7 +123,7 @@ def _half(value: float) -> Bytes:
 
 
 def write_chat(target: Path) -> None:
-    """A folder: config.json, weights in float16, a byte-level tokenizer and a chat template."""
+    """Write a folder with config.json, float16 weights, a byte-level tokenizer and a chat template."""
     from safetensors.numpy import save_file
 
     target.mkdir()

@@ -1,7 +1,7 @@
-"""What is measured: for each suite the commands that child processes run, and how their results are read.
+"""The probes of each suite: commands that child processes run, and functions that read their results.
 
-Commands go through what outlives a change of internals: the command line (`exlm bench`, `exlm serve`) and the
-checkout's own benchmark scripts.
+Commands use interfaces that survive changes of internals: the command line (`exlm bench`, `exlm serve`) and
+the checkout's own benchmark scripts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .checkouts import Checkout, CompareError
 SUITES = ("host", "cpu", "gpu", "load", "serve", "sampler")
 
 HOST, CPU, GPU_DECODE, GPU_PROMPT, LOAD, SERVE, SAMPLER = 0.05, 0.05, 0.02, 0.05, 0.05, 0.05, 0.05
-"""By how much the candidate may be worse."""
+"""By which factor the candidate may be worse."""
 
 HERE = Path(__file__).parent
 GGUF_NAME, CHAT_NAME = "llama-1.1b.Q4_K_M.gguf", "chat"
-"""What `model_files.py` writes."""
+"""Names of the models that `model_files.py` writes."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result."""
+    """One row of the result."""
 
     name: str
     unit: str
@@ -40,7 +40,7 @@ Readings = dict[Row, float]
 
 @dataclass(frozen=True)
 class Probe:
-    """One measurement: a command for a checkout that writes a file, and what the file says."""
+    """One measurement: a command that writes a file, and a function that reads it."""
 
     suite: str
     name: str
@@ -52,11 +52,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Setup:
-    """What probes are made for."""
+    """The options that probes depend on."""
 
     base: Checkout
     models: Path
-    """A folder that model files are written to, unless they are there."""
+    """Where model files are kept."""
     device: str
     """`cpu` or `cuda`, for the suites that run on either."""
     threads: int | None
@@ -229,7 +229,7 @@ def read_sampler(file: Path, device: str) -> Readings:
 
 
 def _write(setup: Setup, name: str) -> None:
-    """Have `model_files.py` write a model, unless it is there."""
+    """Write a model with `model_files.py`, unless it exists."""
     target = setup.models / name
     if not target.exists():
         command = [sys.executable, "-P", str(HERE / "model_files.py"), name, str(target)]

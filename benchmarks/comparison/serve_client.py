@@ -1,8 +1,8 @@
-"""Requests a second that `exlm serve` answers: MODEL DEVICE FILE.
+"""Measures how many requests per second `exlm serve` answers: MODEL DEVICE FILE.
 
-Starts the server of the checkout in whose folder it runs, lets several clients ask for streamed chats at the
-same time, each the next one as soon as it has an answer, and writes the rates to FILE. It needs the standard
-library alone. Every answer must have as many tokens as were asked for, or the measurement fails.
+Starts the server of the checkout in whose folder it runs and sends streamed chats from several clients at
+once, each sending its next request when the last one is answered; writes the rates to FILE. Uses only the
+standard library. The measurement fails if an answer does not have as many tokens as were asked for.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any
 
 HOST = "127.0.0.1"
-STARTING, ANSWERING = 180.0, 60.0  # seconds at most: until the server answers, for a socket's next bytes
+STARTING, ANSWERING = (
+    180.0,
+    60.0,
+)  # timeouts in seconds: for the server to start, for the next bytes of an answer
 TOKENS = 32
-WARM = 8  # requests of each client that are not counted
+WARM = 8  # warm-up requests of each client
 CASES = ((1, 60), (8, 30))
-"""(clients at the same time, requests of each that are counted)."""
+"""(concurrent clients, timed requests of each)"""
 
 
 def main(model: str, device: str, file: Path) -> None:
-    """Start, measure, end."""
+    """Start the server, measure, stop it."""
     port = _free_port()
     command = [sys.executable, "-m", "exlm", "serve", model, "--name", "chat", "--device", device]
     server = subprocess.Popen(
@@ -55,7 +58,7 @@ def _free_port() -> int:
 
 
 def _wait(server: subprocess.Popen[bytes], port: int) -> None:
-    """Until the server lists its model."""
+    """Wait until the server lists its model."""
     deadline = time.monotonic() + STARTING
     while time.monotonic() < deadline:
         if server.poll() is not None:
@@ -74,7 +77,7 @@ def _wait(server: subprocess.Popen[bytes], port: int) -> None:
 
 
 def _rate(port: int, clients: int, requests: int) -> float:
-    """Requests a second of so many clients, each of which asks so often."""
+    """Requests per second with so many clients, each of which sends so many."""
     failed: list[str] = []
 
     def ask(client: int) -> None:
@@ -100,7 +103,7 @@ def _rate(port: int, clients: int, requests: int) -> float:
 
 
 def _ask(line: http.client.HTTPConnection, text: str) -> None:
-    """One streamed chat, read to its end."""
+    """Send one streamed chat and read the answer to its end."""
     body = {
         "model": "chat",
         "messages": [{"role": "user", "content": text}],

@@ -49,7 +49,8 @@ class OnednnIsaCap:
 def cache_folder() -> Path:
     """Where downloads and compiled kernels are kept.
 
-    EXLM_CACHE, else `exlm` in XDG_CACHE_HOME, else ~/.cache/exlm.
+    EXLM_CACHE, else `exlm` in XDG_CACHE_HOME, else ~/.cache/exlm, on every system. (`platformdirs` would move
+    it on macOS and Windows.)
     """
     if chosen := os.environ.get("EXLM_CACHE"):
         return _expand_user(Path(chosen))

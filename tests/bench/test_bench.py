@@ -70,7 +70,7 @@ def test_a_model_in_files_is_measured(tmp_path: Path) -> None:
     assert "dense float32" in text
 
 
-def test_no_more_is_measured_than_a_model_has(tmp_path: Path) -> None:
+def test_default_contexts_fit_the_model(tmp_path: Path) -> None:
     folder = str(tiny.make_chat_folder(tmp_path / "model", max_position_embeddings=24))
     for words, options in (
         ("--context 25 is more than this model has: 24 tokens", ("--context", "8,25", "--prompt", "8")),
@@ -83,7 +83,7 @@ def test_no_more_is_measured_than_a_model_has(tmp_path: Path) -> None:
     assert [row["context"] for row in json.loads(file.read_text())["rows"]] == [24, 24]
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_invalid_options_are_refused(tmp_path: Path) -> None:
     for words, options in (
         ("--shape must be", ("--shape", "huge")),
         ("--cache must be", ("--shape", "tiny", "--cache", "q5")),
@@ -117,7 +117,9 @@ def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
         assert target.read_bytes().startswith(b"\x89PNG")
 
 
-def test_that_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_reported_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("exlm.bench.report.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"exlm\[bench\]"):
         run("bench", "/nowhere/model", "--plot", str(tmp_path / "plot.png"))
@@ -130,12 +132,12 @@ def test_every_batch_at_the_first_context_and_every_context_with_the_first_batch
     assert plan.longest_sequence > 8000
 
 
-def test_what_does_not_fit_is_said_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_does_not_fit_is_reported_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exlm.bench.benchmark.free_bytes", lambda device: 2**30)
     assert run("bench", "--shape", "tiny", *SHORT).count("does not fit") == 3
 
 
-def test_the_bound_is_the_limit_that_is_near() -> None:
+def test_bound() -> None:
     assert bound(0.7, 0.2, 0.1, True) == "memory"
     assert bound(0.3, 0.6, 0.1, True) == "compute"
     assert bound(0.3, 0.2, 0.7, True) == "host"
@@ -144,7 +146,7 @@ def test_the_bound_is_the_limit_that_is_near() -> None:
     assert report.BOUND_SHARE < 0.5
 
 
-def test_prompts_differ_by_row_and_repeat_if_told() -> None:
+def test_prompt_ids() -> None:
     a, b = prompt_ids(0, 64, 512), prompt_ids(1, 64, 512)
     assert not torch.equal(a, b)
     again, other = (prompt_ids(row, 64, 512, repetitive=True) for row in (0, 1))
@@ -158,7 +160,7 @@ def test_prompts_differ_by_row_and_repeat_if_told() -> None:
 
 
 @pytest.mark.parametrize("form", ["exl2", "gptq", "gguf", "dense"])
-def test_guesses_are_right_on_repetitive_text(form: str) -> None:
+def test_ngram_drafts_are_accepted_on_repetitive_text(form: str) -> None:
     """A made-up model goes round its circle, so that every step makes as many tokens as it may."""
     plan = BenchmarkConfig(
         shape="tiny", format=form, device="cpu", contexts=(40,), prompt=16, tokens=40, ngram=True
@@ -169,7 +171,7 @@ def test_guesses_are_right_on_repetitive_text(form: str) -> None:
 
 
 @pytest.mark.gpu
-def test_guesses_are_right_on_a_gpu() -> None:
+def test_ngram_drafts_are_accepted_on_a_gpu() -> None:
     plan = BenchmarkConfig(
         shape="tiny", device="cuda", batches=(1, 3), contexts=(120,), prompt=16, tokens=160, ngram=True
     )
@@ -178,13 +180,13 @@ def test_guesses_are_right_on_a_gpu() -> None:
     assert all(row.each > 7 for row in rows[1::2])  # behind 40 tokens, which have gone round twice already
 
 
-def test_a_machine_has_limits() -> None:
+def test_roofline() -> None:
     found = measure_roofline(torch.device("cpu"), torch.float32)
     assert 1e8 < found.bandwidth < 1e13
     assert 1e8 < found.flops < 1e16
 
 
-def test_info_tells_about_the_machine() -> None:
+def test_info_system() -> None:
     text = run("info", "--system")
     for words in ("Python", "torch", "processor", "cores", "memory", "GPU", "instruction sets", "AMX"):
         assert words in text
@@ -196,7 +198,7 @@ def test_info_tells_about_the_machine() -> None:
         run("info", "somewhere", "--system")
 
 
-def test_the_machines_quirk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_amx_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from exlm import env
     from exlm.env import OnednnIsaCap
 

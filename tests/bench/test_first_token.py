@@ -12,7 +12,7 @@ from benchmarks.first_token import Tally, Timeline, started, warm, write
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_fresh_process_says_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_process_generates_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "model", "tiny", 4.1)
     files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert write(folder, "tiny", 4.1) == folder
@@ -28,7 +28,7 @@ def test_a_fresh_process_says_a_token(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(seconds > 0 for seconds in told["in threads"].values())
 
 
-def test_parts_of_a_timeline_add_up() -> None:
+def test_phases_of_a_timeline_add_up() -> None:
     times, tally = Timeline(0.0), Tally()
     for name in "aba":
         times.mark(name)

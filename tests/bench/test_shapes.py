@@ -18,7 +18,7 @@ PUBLISHED = {"llama-2-7b": 6.74, "llama-3-8b": 8.03, "mixtral-8x7b": 46.70, "qwe
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_is_the_model_it_describes(name: str, tmp_path: Path) -> None:
+def test_shapes_have_the_published_number_of_weights(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
     model = Config(write_model_folder(tmp_path, shape, 64)).freeze().spec
     sizes = sorted((one.in_features, one.out_features) for one in matrices(model))
@@ -29,7 +29,7 @@ def test_a_shape_is_the_model_it_describes(name: str, tmp_path: Path) -> None:
         assert count / 1e9 == pytest.approx(PUBLISHED[name], abs=0.01)
 
 
-def test_of_a_mixture_only_the_chosen_experts_are_read() -> None:
+def test_bytes_per_step_count_active_experts_only() -> None:
     shape, packed = SHAPES["tiny-moe"], weight_format("exl2")
     prompt, *_ = run(BenchmarkConfig(shape="tiny-moe", device="cpu", contexts=(8,), prompt=16, tokens=4)).rows
     read = packed.nbytes(shape.hidden, shape.vocab, True)

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("bits", [2.2, 3.0, 4.1, 4.65, 5.5, 6.5, 7.5])
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "tinyllama-1.1b"])
-def test_exl2_comes_out_at_the_wanted_bits(name: str, bits: float) -> None:
+def test_exl2_has_the_requested_bits(name: str, bits: float) -> None:
     made = Exl2(bits)
     stored = numbers = 0
     for _, inputs, outputs in SHAPES[name].matrices():
@@ -29,14 +29,14 @@ def test_exl2_comes_out_at_the_wanted_bits(name: str, bits: float) -> None:
     assert stored / numbers == pytest.approx(bits, abs=0.02)
 
 
-def test_a_7b_of_41_bits_reads_what_the_original_reads() -> None:
+def test_a_7b_at_4_1_bits_reads_as_many_bytes_as_exllamav2() -> None:
     shape, made = SHAPES["llama-2-7b"], Exl2()
     layers = sum(made.nbytes(inputs, outputs, head=False) for _, inputs, outputs in shape.matrices())
     total = shape.layers * layers + made.nbytes(shape.hidden, shape.vocab, head=True)
     assert total / 1e9 == pytest.approx(3.46, rel=0.02)
 
 
-def test_exl2_can_be_written_and_is_as_large_as_it_says() -> None:
+def test_nbytes_of_exl2_is_its_size_in_files() -> None:
     made = Exl2(4.3)
     weight = made.weight(512, 96, RandomTensors(1, CPU), False, 512**-0.5)
     assert isinstance(weight, PackedWeight)
@@ -46,7 +46,7 @@ def test_exl2_can_be_written_and_is_as_large_as_it_says() -> None:
     assert torch.equal(again.dequantize(), weight.dequantize())
 
 
-def test_gptq_is_as_large_as_it_says() -> None:
+def test_nbytes_of_gptq_is_its_size_in_files() -> None:
     made = weight_format("gptq", 4)
     weight = made.weight(256, 64, RandomTensors(1, CPU), False, 0.1)
     assert isinstance(weight, PackedWeight)
@@ -54,7 +54,7 @@ def test_gptq_is_as_large_as_it_says() -> None:
     assert stored == made.nbytes(256, 64, head=False)
 
 
-def test_dense_numbers_are_those_of_a_model_trained_in_bfloat16() -> None:
+def test_dense_weights_have_bfloat16_precision() -> None:
     weight = weight_format("gptq", 4).weight(256, 64, RandomTensors(1, CPU), True, 0.1)
     assert isinstance(weight, DenseWeight)
     assert weight.data.dtype is torch.float16
@@ -68,7 +68,7 @@ def test_dense_numbers_are_those_of_a_model_trained_in_bfloat16() -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("inputs", [512, 288])
-def test_numbers_have_the_deviation_asked_for(made: WeightFormat, inputs: int) -> None:
+def test_weights_have_the_requested_deviation(made: WeightFormat, inputs: int) -> None:
     for head in (False, True):
         weight = made.weight(inputs, 64, RandomTensors(2, CPU), head, 0.05)
         values = weight.dequantize().float()
@@ -77,7 +77,7 @@ def test_numbers_have_the_deviation_asked_for(made: WeightFormat, inputs: int) -
         assert abs(float(values.mean())) < 0.02
 
 
-def test_a_source_gives_the_same_weight_twice_and_repeats_itself_if_told() -> None:
+def test_the_checkpoint_is_deterministic_and_can_be_repetitive() -> None:
     from exlm.families import ConfigReader, build_spec
 
     model = build_spec(ConfigReader(SHAPES["tiny"].config(), "config.json"))
@@ -93,6 +93,6 @@ def test_a_source_gives_the_same_weight_twice_and_repeats_itself_if_told() -> No
 @pytest.mark.parametrize(
     ("name", "bits"), [("gptq", 5), ("gguf", 4.0), ("dense", 8), ("awq", 4), ("exl2", 1.5)]
 )
-def test_bits_that_a_format_has_not_are_refused(name: str, bits: float) -> None:
+def test_unsupported_bits_are_refused(name: str, bits: float) -> None:
     with pytest.raises(InputError, match=r"bits|one of"):
         weight_format(name, bits).weight(256, 64, RandomTensors(0, CPU), False, 1.0)

@@ -42,7 +42,7 @@ class FakeSpace:
         lambda c: st.tuples(st.just(c), st.integers(0, len(c) - 1))
     )
 )
-def test_hill_climbing_ends_where_no_neighbor_is_quicker(drawn: tuple[list[float], int]) -> None:
+def test_hill_climbing_ends_where_no_neighbor_is_faster(drawn: tuple[list[float], int]) -> None:
     costs, at = drawn
     space = FakeSpace("", costs, at)
     found = hill_climb(space, lambda: space.cost, space.cost)
@@ -80,12 +80,12 @@ def worked(monkeypatch: pytest.MonkeyPatch, device: Device, slower: float = 0.0)
         def __call__(self) -> float:
             return sum(space.cost for space in device.spaces) + slower * next(passes)
 
-    monkeypatch.setattr("exlm.bench.tuning._Passes", Passes)
+    monkeypatch.setattr("exlm.bench.tuning._PassTimer", Passes)
     monkeypatch.setattr(Model, "backends", property(lambda _: [device]))
     return model
 
 
-def test_what_is_quicker_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_faster_settings_are_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = Device([FakeSpace("a", [1.0, 1.5, 2.0], 2), FakeSpace("b", [3.0, 4.0], 0)], tmp_path / "plans")
     told: list[str] = []
     found = tune_model(worked(monkeypatch, device), lambda what, *_: told.append(what))
@@ -94,7 +94,7 @@ def test_what_is_quicker_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert told == ["a", "b"]
 
 
-def test_a_config_that_is_not_quicker_in_alternation_is_reverted(
+def test_a_config_that_is_not_faster_in_alternation_is_reverted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A device that became quicker while it was tuned has found nothing."""

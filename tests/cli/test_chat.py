@@ -74,7 +74,7 @@ def greedy(folder: Path, prompt: str, count: int) -> str:
     return str(tokenizer.decode(torch.tensor(out)))
 
 
-def test_each_turn_is_told_what_was_said_before(folder: Path, say: Any, prompts: list[str]) -> None:
+def test_prompt_has_all_earlier_turns(folder: Path, say: Any, prompts: list[str]) -> None:
     said, told = say("Hi", "", "Why?", options=("-t", "0", "-n", "3", "--system", "Be brief."))
     first = "<s>system: Be brief.\n<s>user: Hi\nassistant:"
     assert prompts[0] == first
@@ -86,13 +86,13 @@ def test_each_turn_is_told_what_was_said_before(folder: Path, say: Any, prompts:
     assert told == ""
 
 
-def test_messages_of_several_lines(say: Any, prompts: list[str]) -> None:
+def test_multiline_messages(say: Any, prompts: list[str]) -> None:
     say("one\\", "two\\", "three", '"""a', "", '/quit"""', '  """b"""', "c\\")
     asked = [re.findall(r"user: (.*?)\n(?=assistant:|<s>)", prompt, re.DOTALL)[-1] for prompt in prompts]
     assert asked == ["one\ntwo\nthree", "a\n\n/quit", "b", "c"]
 
 
-def test_commands_change_what_the_model_is_told(say: Any, prompts: list[str]) -> None:
+def test_commands_change_the_prompt(say: Any, prompts: list[str]) -> None:
     say(
         "A",
         "/undo",
@@ -118,7 +118,7 @@ def test_commands_change_what_the_model_is_told(say: Any, prompts: list[str]) ->
     assert prompts[5].endswith("<s>user: /x\nassistant:")
 
 
-def test_what_commands_say(say: Any) -> None:
+def test_output_of_commands(say: Any) -> None:
     _, told = say("/system", "/help", "/nonsense", "/retry", "/undo", "/save", "/set temprature 1")
     for words in (
         "There is no system message.",
@@ -132,7 +132,7 @@ def test_what_commands_say(say: Any) -> None:
     assert told.count("Nothing was said yet.") == 2
 
 
-def test_settings_are_listed_shown_and_changed(say: Any) -> None:
+def test_set_lists_shows_and_changes_settings(say: Any) -> None:
     _, told = say("/set")
     listed = dict(line.split(" ", 1) for line in told.splitlines())
     assert list(listed) == ["max_new_tokens", "seed", *knobs.names()]
@@ -148,7 +148,7 @@ def test_settings_are_listed_shown_and_changed(say: Any) -> None:
     assert told.splitlines() == ["temperature 0.25", "mirostat true", "seed 5"]
 
 
-def test_every_setting_that_text_can_say_can_be_set(tokenizer: Tokenizer) -> None:
+def test_every_setting_with_a_textual_value_can_be_set(tokenizer: Tokenizer) -> None:
     """And the others are known to be of no use in a conversation."""
     left_out = {field.name for field in dataclasses.fields(Settings)} - set(knobs.names())
     assert left_out == {
@@ -190,7 +190,7 @@ def test_every_setting_that_text_can_say_can_be_set(tokenizer: Tokenizer) -> Non
         ("nonsense", "1", "There is no setting 'nonsense'."),
     ],
 )
-def test_what_cannot_be_set_is_said_and_changes_nothing(
+def test_invalid_settings_are_refused_and_change_nothing(
     tokenizer: Tokenizer, name: str, text: str, complaint: str
 ) -> None:
     talk = Conversation(Settings())
@@ -200,9 +200,7 @@ def test_what_cannot_be_set_is_said_and_changes_nothing(
     assert talk.values == before
 
 
-def test_another_try_is_another_answer_and_the_same_seed_the_same_conversation(
-    say: Any, tmp_path: Path
-) -> None:
+def test_retry_gives_another_answer_and_a_seed_reproduces_the_chat(say: Any, tmp_path: Path) -> None:
     options = ("-t", "2", "-n", "12", "--seed", "3", "--top-p", "1")
     texts = []
     for _ in range(2):
@@ -213,7 +211,7 @@ def test_another_try_is_another_answer_and_the_same_seed_the_same_conversation(
     assert texts[0][0][0] == texts[0][1][0] == {"role": "user", "content": "Hi"}
 
 
-def test_a_conversation_is_saved_and_taken_up_again(say: Any, prompts: list[str], tmp_path: Path) -> None:
+def test_save_and_load(say: Any, prompts: list[str], tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
     say(
         "A",
@@ -245,7 +243,7 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS)
 @settings(max_examples=100)
-def test_a_conversation_stays_one_whatever_is_done(
+def test_random_commands_keep_the_conversation_consistent(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, operations: list[tuple[str, Any]]
 ) -> None:
     """Beside it runs the simplest of models: a list of pairs."""
@@ -292,7 +290,7 @@ def test_a_conversation_stays_one_whatever_is_done(
         ('{"format": "exlm chat 1", "messages": [], "settings": {"shell": 1}}', "no setting 'shell'"),
     ],
 )
-def test_other_files_are_neither_loaded_nor_overwritten(
+def test_save_and_load_refuse_other_files(
     say: Any, prompts: list[str], tmp_path: Path, content: str, complaint: str
 ) -> None:
     path = tmp_path / "file"
@@ -309,7 +307,7 @@ def test_other_files_are_neither_loaded_nor_overwritten(
     assert "/no/where cannot be written: No such file" in told
 
 
-def test_the_oldest_turns_go_when_the_context_is_full(say: Any, prompts: list[str]) -> None:
+def test_oldest_turns_are_dropped_when_the_context_is_full(say: Any, prompts: list[str]) -> None:
     options = ("-t", "0", "-n", "20", "--context", "256", "--system", "Stay.")
     _, told = say("a" * 60, "b" * 60, "c" * 60, "d" * 150, options=options)
     assert all(prompt.startswith("<s>system: Stay.\n<s>user: ") for prompt in prompts)
@@ -320,7 +318,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(say: Any, prompts: list[st
     assert "the 2 oldest turns are left out" in told
 
 
-def test_a_message_that_does_not_fit_is_refused_and_taken_back(say: Any, prompts: list[str]) -> None:
+def test_a_message_longer_than_the_context_is_refused_and_removed(say: Any, prompts: list[str]) -> None:
     _, told = say(
         "x" * 300, "Hi", "/set max_new_tokens 9", options=("-t", "0", "-n", "3", "--context", "256")
     )
@@ -341,12 +339,12 @@ def test_a_retry_that_fails_keeps_the_answer(say: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_figures_if_asked_for(say: Any) -> None:
+def test_stats_option(say: Any) -> None:
     assert "tokens/s" not in say("Hi")[1]
     assert "of it cached" in say("Hi", options=("-n", "2", "--stats"))[1]
 
 
-def test_formats_by_name(say: Any, prompts: list[str], folder: Path, tokenizer: Tokenizer) -> None:
+def test_prompt_formats_by_name(say: Any, prompts: list[str], folder: Path, tokenizer: Tokenizer) -> None:
     say("Hi", options=("-n", "2", "--template", "llama", "--system", "S"))
     assert prompts[-1] == "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nHi [/INST]"
     say("Hi", options=("-n", "2", "--template", "raw"))
@@ -361,7 +359,7 @@ def test_formats_by_name(say: Any, prompts: list[str], folder: Path, tokenizer: 
         say("Hi", options=("--template", "lama"))
 
 
-def test_a_format_ends_answers(folder: Path) -> None:
+def test_stop_tokens_of_a_prompt_format_end_answers(folder: Path) -> None:
     session = ModelSession.open(str(folder), max_seq_len=None, device=None, dtype=None, quiet=True)
     assert session.stop_conditions == [2]
     session.template = "zephyr"
@@ -384,13 +382,13 @@ def test_a_model_without_a_template_needs_a_format(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*command, "--template", "chatml"], input="Hi\n").exit_code == 0
 
 
-def test_options_that_cannot_be(folder: Path) -> None:
+def test_invalid_options(folder: Path) -> None:
     for options in (["-n", "0"], ["--context", "0"], ["-t", "-1"], ["--top-p", "nan"]):
         done = CliRunner().invoke(app, ["chat", str(folder), *options])
         assert isinstance(done.exception, InputError)
 
 
-def test_history_that_is_damaged_or_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+def test_a_damaged_or_unwritable_history_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "history"
     path.write_bytes(b'"one"\nnonsense\n[1]\n\xff\n"two\\nlines"\n')
     assert lines._read_history(path) == ["one", "two\nlines"]

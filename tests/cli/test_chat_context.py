@@ -26,18 +26,18 @@ def told(folder: Path, context: int, *lines: str) -> str:
     return done.stderr
 
 
-def test_keys_and_values_take_sixteen_bits(folder: Path) -> None:
+def test_the_cache_is_fp16(folder: Path) -> None:
     session = ModelSession.open(str(folder), max_seq_len=None, device="cpu", dtype=None, quiet=True)
     session.load(1, 99)
     assert session.generator is not None
     assert isinstance(session.generator.cache, CacheFP16)
 
 
-def test_the_context_is_what_was_asked_for_and_not_whole_pages(folder: Path) -> None:
+def test_the_context_is_not_rounded_to_pages(folder: Path) -> None:
     assert "and the context has 100: say less" in told(folder, 100, "x" * 150)
     assert told(folder, 100, "x" * 50) == ""
 
 
-def test_a_context_that_the_model_does_not_have_is_said_so(folder: Path) -> None:
+def test_a_context_longer_than_the_models_is_reported(folder: Path) -> None:
     assert "--context 600 is more than this model has: 512 tokens" in told(folder, 600)
     assert told(folder, 512) == ""

@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["~no-such-user/chat", "x" * 300, "a\0b", "/dev/null/chat"])
-def test_a_conversation_survives_a_name_that_cannot_be(folder: Path, tmp_path: Path, name: str) -> None:
+def test_an_impossible_file_name_does_not_end_the_chat(folder: Path, tmp_path: Path, name: str) -> None:
     kept = tmp_path / "kept"
     lines = ["Hi", f"/save {name}", f"/load {name}", f"/save {kept}"]
     command = ["chat", str(folder), "-q", "-t", "0", "-n", "4", "--no-history"]

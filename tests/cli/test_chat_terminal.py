@@ -111,7 +111,7 @@ def test_ctrl_c_before_the_first_step(session: ModelSession, monkeypatch: pytest
     assert len(made) == 1
 
 
-def test_a_hail_of_ctrl_c_is_one_wish(session: ModelSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_ctrl_c_stops_one_answer(session: ModelSession, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of(session, "Hi", "Again", "/quit", max_new_tokens=5)
     real = Chat._note
 
@@ -129,7 +129,7 @@ def test_a_hail_of_ctrl_c_is_one_wish(session: ModelSession, monkeypatch: pytest
     assert chat.leaving is False
 
 
-def test_at_the_prompt_one_drops_the_line_and_two_leave(
+def test_ctrl_c_at_the_prompt_drops_the_line_and_twice_leaves(
     session: ModelSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
     chat = chat_of(session, None, "Hi", None, None, "never", max_new_tokens=3)

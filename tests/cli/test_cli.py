@@ -46,7 +46,7 @@ def greedy(folder: Path, ids: torch.Tensor, count: int) -> list[int]:
     return out
 
 
-def test_info_says_what_the_folder_is(folder: Path) -> None:
+def test_info(folder: Path) -> None:
     text = run("info", str(folder))
     for words in (
         "LlamaForCausalLM",
@@ -62,7 +62,7 @@ def test_info_says_what_the_folder_is(folder: Path) -> None:
     assert run("info", str(folder), "--layers").count("attn.q") == 2
 
 
-def test_info_prints_the_description(folder: Path) -> None:
+def test_info_spec(folder: Path) -> None:
     text = run("info", str(folder), "--spec")
     assert "layers 0 to 1:" in text
     assert "kv_heads: 2" in text
@@ -90,7 +90,7 @@ def test_the_same_seed_gives_the_same_text(folder: Path) -> None:
     assert texts[0] != texts[2]
 
 
-def test_every_option_has_a_name_in_full(folder: Path) -> None:
+def test_every_option_has_a_long_name(folder: Path) -> None:
     short = run("generate", str(folder), "Hi", "-n", "9", "-t", "1.5", "-q")
     assert run("generate", str(folder), "Hi", "-n", "9", "--temperature", "1.5", "--quiet") == short
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
@@ -99,14 +99,14 @@ def test_every_option_has_a_name_in_full(folder: Path) -> None:
             assert said, (name, one.name)
 
 
-def test_progress_and_figures_unless_quiet(folder: Path) -> None:
+def test_quiet_hides_progress_and_statistics(folder: Path) -> None:
     done = CliRunner().invoke(app, ["generate", str(folder), "Hi", "-n", "3"])
     assert "Loading" in done.stderr
     assert "Loading" not in done.stdout  # which is for the answer
     assert "tokens/s" in done.stderr
 
 
-def test_what_does_not_fit_is_an_error(folder: Path) -> None:
+def test_a_prompt_longer_than_the_context_is_an_error(folder: Path) -> None:
     with pytest.raises(InputError, match="shorten the prompt"):
         run("generate", str(folder), "x" * 600)
     with pytest.raises(InputError, match="max-new-tokens"):
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_an_error(folder: Path) -> None:
         run("info", str(folder / "nowhere"))
 
 
-def test_a_model_without_a_prompt_is_not_taken_for_one(folder: Path, tmp_path: Path) -> None:
+def test_generate_with_a_model_and_no_prompt_is_an_error(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     file.write_bytes(b"GGUF")
     for model in (folder, file, tmp_path):
@@ -148,7 +148,7 @@ def test_convert_rewrites_a_model(folder: Path, tmp_path: Path) -> None:
         run("convert", str(folder), str(tmp_path / "other"), "--to", "exl2")
 
 
-def test_errors_are_told_in_one_line_without_a_traceback(tmp_path: Path) -> None:
+def test_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "exlm.cli", "info", str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
@@ -157,7 +157,7 @@ def test_errors_are_told_in_one_line_without_a_traceback(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
-def test_a_full_disk_is_told_in_one_line(folder: Path) -> None:
+def test_a_full_disk_is_reported_in_one_line(folder: Path) -> None:
     command = [sys.executable, "-m", "exlm.cli", "generate", str(folder), "Hi", "-n", "3", "-q"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
@@ -166,7 +166,7 @@ def test_a_full_disk_is_told_in_one_line(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_the_terminal_cannot_show_is_replaced(folder: Path) -> None:
+def test_characters_the_terminal_cannot_show_are_replaced(folder: Path) -> None:
     command = [sys.executable, "-m", "exlm.cli", "info", str(folder)]
     done = subprocess.run(
         command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, timeout=120

@@ -26,22 +26,22 @@ from exlm.cli.cuda_warmup import first_gpu, make_context
         ("", None, None),
     ],
 )
-def test_what_a_command_line_wants(line: str, otherwise: str | None, number: int | None) -> None:
+def test_first_gpu_of_a_command_line(line: str, otherwise: str | None, number: int | None) -> None:
     assert first_gpu(line.split(), otherwise) == number
 
 
-def test_a_gpu_that_is_not_there_is_no_error() -> None:
+def test_a_missing_gpu_is_no_error() -> None:
     thread = make_context(99)
     thread.join(60)
     assert not thread.is_alive()
 
 
-def test_it_is_ready_before_torch_is() -> None:
+def test_the_context_exists_before_torch_is_imported() -> None:
     code = "import sys, exlm.cli.cuda_warmup; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_command_is_the_same() -> None:
+def test_the_command_works_as_without_warmup() -> None:
     code = "import sys; sys.argv = ['exlm', '--version']; from exlm.cli import main; main()"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("exlm ")

@@ -26,14 +26,14 @@ def run(*arguments: str, code: int = 0) -> str:
     return done.stdout
 
 
-def test_the_table_and_the_longest_context(folder: Path) -> None:
+def test_plan_prints_the_table_and_the_longest_context(folder: Path) -> None:
     text = run(str(folder), "--ctx", "32k", "--users", "4", "--gpu", "24,24", "--cache", "q4")
     for words in ("GPU 0", "GPU 1", "weights", "cache", "workspace", "4 × 32,768 tokens: fits"):
         assert words in text
     assert run(str(folder), "--device", "cpu").count("cpu") == 1
 
 
-def test_what_does_not_fit_says_what_would(folder: Path) -> None:
+def test_a_plan_that_does_not_fit_says_what_would(folder: Path) -> None:
     text = run(str(folder), "--ctx", "32k", "--users", "4", "--gpu", "0.26", code=1)
     assert "does not fit" in text
     found = re.search(r"--ctx (\d+)", text)
@@ -43,7 +43,7 @@ def test_what_does_not_fit_says_what_would(folder: Path) -> None:
     assert "does not fit" in run(str(folder), "--ctx", more, "--users", "4", "--gpu", "0.26", code=1)
 
 
-def test_a_context_longer_than_the_model_is_told_whether_it_fits_or_not(folder: Path) -> None:
+def test_a_context_longer_than_the_models_is_reported(folder: Path) -> None:
     words = "The model itself is made for 512 tokens"
     assert words in run(str(folder), "--ctx", "32k", "--gpu", "24")
     assert words in run(str(folder), "--ctx", "32k", "--users", "400", "--gpu", "0.26", code=1)
@@ -51,7 +51,7 @@ def test_a_context_longer_than_the_model_is_told_whether_it_fits_or_not(folder: 
     assert words not in run(str(folder), "--users", "4000", "--gpu", "1.2", code=1)
 
 
-def test_wrong_options_are_named(folder: Path) -> None:
+def test_invalid_options_are_named(folder: Path) -> None:
     for option, value in (
         ("--ctx", "many"),
         ("--gpu", "24,x"),
@@ -63,7 +63,7 @@ def test_wrong_options_are_named(folder: Path) -> None:
             run(str(folder), option, value)
 
 
-def test_a_plan_is_monotone_and_nothing_is_loaded(folder: Path) -> None:
+def test_plans_are_monotone_and_load_nothing(folder: Path) -> None:
     model = Model(Config(folder))
     plain = model.plan(4096, memory=[1, 1])
     small = model.plan(4096, 1, CacheQ4, memory=[1, 1])

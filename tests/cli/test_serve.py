@@ -47,7 +47,7 @@ from tests.conftest import ROOT
         (["--gpus", "2", "--tenant-requests", "4"], "--gpus, --tenant-requests: only with --ray"),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_loaded(
+def test_invalid_options_are_refused_before_loading(
     arguments: list[str], complaint: str, tmp_path: Path
 ) -> None:
     blank, odd = tmp_path / "blank", tmp_path / "odd"
@@ -59,11 +59,11 @@ def test_mistakes_are_refused_before_anything_is_loaded(
     assert complaint in str(done.exception)
 
 
-def test_settings_mean_what_they_mean_in_requests() -> None:
+def test_set_parses_values_like_requests() -> None:
     assert set_values(["top_k=-1", "min_p=null", "temperature=0.5"]) == {"top_k": 0, "temperature": 0.5}
 
 
-def test_a_batch_on_this_machine_has_one_copy() -> None:
+def test_replicas_need_ray() -> None:
     done = CliRunner().invoke(app, ["batch", "in.jsonl", "out.jsonl", "--replicas", "3"])
     assert isinstance(done.exception, InputError)
     assert "only with --ray" in str(done.exception)
@@ -83,7 +83,7 @@ def test_a_batch_on_this_machine_has_one_copy() -> None:
         ("--stall-seconds", ("-1", "nan")),
     ],
 )
-def test_numbers_that_cannot_be(option: str, values: tuple[str, ...]) -> None:
+def test_invalid_numbers(option: str, values: tuple[str, ...]) -> None:
     for value in values:
         done = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["serve", "/nowhere/model", option, value])
         assert done.exit_code == 2, done.output
@@ -91,9 +91,7 @@ def test_numbers_that_cannot_be(option: str, values: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("command", [["serve", "/nowhere/model"], ["batch", "in.jsonl", "out.jsonl"]])
-def test_without_its_packages_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
+def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **options: Any) -> Any:
@@ -110,7 +108,7 @@ def test_without_its_packages_it_says_what_to_install(
     assert "exlm[server]" in str(done.exception)
 
 
-def test_a_model_has_the_same_options_wherever_it_is_hosted() -> None:
+def test_serve_and_batch_share_the_model_options() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     shown = {
         name: {one.name: (one.opts, one.help, one.default) for one in commands[name].params}
@@ -130,7 +128,7 @@ def test_a_model_has_the_same_options_wherever_it_is_hosted() -> None:
     assert chosen.listing(None).name == "default"
 
 
-def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
+def test_serve_starts_and_stops(tmp_path: Path) -> None:
     folder = tiny.make_chat_folder(tmp_path / "tiny")
     (tmp_path / "keys").write_text("one\ntwo\n")
     command = [sys.executable, "-m", "exlm.cli", "serve", str(folder), "--port", "0", "-q"]

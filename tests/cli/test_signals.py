@@ -47,7 +47,7 @@ def run(code: str, inherited: signal.Handlers) -> subprocess.CompletedProcess[st
 
 
 @INHERITED
-def test_ctrl_c_while_everything_is_imported_is_no_traceback(inherited: signal.Handlers) -> None:
+def test_ctrl_c_during_imports_prints_no_traceback(inherited: signal.Handlers) -> None:
     code = """
 import sys
 class Finder:
@@ -64,7 +64,7 @@ main()
 
 
 @INHERITED
-def test_ctrl_c_is_not_lost_in_an_import_that_makes_another_error_of_it(inherited: signal.Handlers) -> None:
+def test_ctrl_c_during_an_import_that_replaces_the_exception(inherited: signal.Handlers) -> None:
     """As numpy's does, and torch's, which may even go on."""
     code = """
 import os, signal, sys
@@ -86,7 +86,7 @@ main()
 
 @INHERITED
 @pytest.mark.parametrize("entry", ["exlm.cli", "exlm.cli.__main__"])
-def test_ctrl_c_ends_a_command_at_work(entry: str, inherited: signal.Handlers) -> None:
+def test_ctrl_c_ends_a_running_command(entry: str, inherited: signal.Handlers) -> None:
     """The installed command comes in by the first, `python -m exlm.cli` by the second."""
     code = f"""
 import signal, sys
@@ -103,7 +103,7 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_handler_of_the_program_around_it_stays() -> None:
+def test_a_signal_handler_of_the_calling_program_is_kept() -> None:
     def own(*_: object) -> None: ...
 
     before = signal.signal(signal.SIGINT, own)
@@ -131,7 +131,7 @@ def ask(url: str) -> int:
         return int(reply.status)
 
 
-def test_a_server_that_inherits_both_ignored_heeds_ctrl_c_and_no_hang_up(folder: Path) -> None:
+def test_a_server_started_with_ignored_signals_handles_sigint_only(folder: Path) -> None:
     begin = inheriting(signal.SIG_IGN, signal.SIGHUP)
     with subprocess.Popen(
         serving(folder), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, preexec_fn=begin
@@ -148,7 +148,7 @@ def test_a_server_that_inherits_both_ignored_heeds_ctrl_c_and_no_hang_up(folder:
             process.kill()
 
 
-def test_a_server_behind_nohup_in_the_background_of_a_script(folder: Path, tmp_path: Path) -> None:
+def test_a_server_in_the_background_of_a_script_with_nohup(folder: Path, tmp_path: Path) -> None:
     script = 'nohup "$@" >/dev/null 2>"$LOG" & echo $!; wait $!; echo ended $?'
     log = tmp_path / "log"
     log.touch()

@@ -27,33 +27,33 @@ def closed(how: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_standard_input_a_chat_is_at_its_end(folder: Path) -> None:
+def test_a_chat_ends_if_stdin_is_closed(folder: Path) -> None:
     done = closed("<&-", "chat", folder, "-q")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_without_standard_input_a_prompt_is_empty(folder: Path) -> None:
+def test_a_prompt_is_empty_if_stdin_is_closed(folder: Path) -> None:
     done = closed("<&-", "generate", folder, "-", "-n", "4", "-q")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == closed("</dev/null", "generate", folder, "-", "-n", "4", "-q").stdout
 
 
 @pytest.mark.parametrize("command", [("generate", "Hi", "-n", "4", "-q"), ("info",)])
-def test_without_standard_output_the_text_is_not_lost_unsaid(folder: Path, command: tuple[str, ...]) -> None:
+def test_a_closed_stdout_is_an_error(folder: Path, command: tuple[str, ...]) -> None:
     done = closed(">&-", command[0], folder, *command[1:])
     assert done.returncode == 1
     assert done.stderr.startswith("OSError: [Errno 9] standard output is closed")
     assert done.stderr.count("\n") == 1
 
 
-def test_without_standard_error_nothing_changes(folder: Path) -> None:
+def test_a_closed_stderr_changes_nothing(folder: Path) -> None:
     done = closed("<&- 2>&-", "generate", folder, "Hi", "-n", "4")
     assert done.returncode == 0
     assert done.stdout == closed("", "generate", folder, "Hi", "-n", "4", "-q").stdout
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_input_that_is_not_text_is_told_so_and_a_chat_goes_on(folder: Path, errors: str) -> None:
+def test_input_that_is_not_utf8_is_reported_and_the_chat_continues(folder: Path, errors: str) -> None:
     def run(said: bytes, *arguments: str) -> tuple[int, str, str]:
         words = [sys.executable, "-m", "exlm.cli", arguments[0], str(folder), *arguments[1:], "-q", "-n", "4"]
         environment = {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}

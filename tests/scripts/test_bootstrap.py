@@ -47,7 +47,7 @@ def make_venv(bootstrap: ModuleType, linked: list[str], level: str = "runtime") 
     bootstrap.stamp(level).write_text(bootstrap.digest())
 
 
-def test_a_python_that_is_too_old_is_named_with_the_one_wanted(
+def test_an_old_python_is_refused_with_the_required_version(
     bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = SimpleNamespace(version_info=(3, 10, 13), version="3.10.13 (main)", executable="/usr/bin/python3")
@@ -62,41 +62,43 @@ def test_a_python_that_is_too_old_is_named_with_the_one_wanted(
     ("found", "used"),
     [("2.5.1", False), ("2.6.0", True), ("2.6.0+cpu", True), ("2.11.0+cu130", True), ("3.0.0a1", True)],
 )
-def test_only_a_torch_that_is_new_enough_is_used(
+def test_only_a_new_enough_torch_is_used(
     bootstrap: ModuleType, tmp_path: Path, found: str, used: bool
 ) -> None:
     torch = bootstrap.torch_in([make_packages(tmp_path / "site-packages", found)])
     assert torch == ((found, {"sympy"}) if used else None)
 
 
-def test_a_torch_that_is_kept_takes_its_pins_along(bootstrap: ModuleType, tmp_path: Path) -> None:
+def test_constraints_leave_out_a_kept_torch(bootstrap: ModuleType, tmp_path: Path) -> None:
     make_venv(bootstrap, linked=[make_packages(tmp_path / "site-packages", "2.11.0")])
     bootstrap.write_pins()
     assert bootstrap.PINS.read_text() == "# pins\nNumPy==2.3.5\n"
 
 
-def test_without_a_torch_every_pin_holds(bootstrap: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_constraints_apply_without_a_torch(
+    bootstrap: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_venv(bootstrap, linked=[])
     bootstrap.write_pins()
     assert bootstrap.PINS.read_text() == bootstrap.CONSTRAINTS.read_text()
     assert "torch 2.13.0, from constraints.txt" in capsys.readouterr().out
 
 
-def test_a_whole_venv_is_kept_and_ready(bootstrap: ModuleType) -> None:
+def test_a_complete_venv_is_kept(bootstrap: ModuleType) -> None:
     make_venv(bootstrap, linked=[])
     assert bootstrap.fault() == ""
     assert bootstrap.ready("runtime")
     assert not bootstrap.ready("dev")
 
 
-def test_the_larger_level_contains_the_smaller(bootstrap: ModuleType) -> None:
+def test_dev_includes_runtime(bootstrap: ModuleType) -> None:
     make_venv(bootstrap, linked=[], level="dev")
     assert bootstrap.ready("runtime")
     assert bootstrap.ready("dev")
 
 
 @pytest.mark.parametrize("name", ["PROJECT", "CONSTRAINTS"])
-def test_a_changed_file_asks_for_another_installation(bootstrap: ModuleType, name: str) -> None:
+def test_a_changed_file_requires_a_new_installation(bootstrap: ModuleType, name: str) -> None:
     make_venv(bootstrap, linked=[])
     with getattr(bootstrap, name).open("a") as file:
         file.write("# changed\n")
@@ -104,7 +106,7 @@ def test_a_changed_file_asks_for_another_installation(bootstrap: ModuleType, nam
     assert not bootstrap.ready("runtime")
 
 
-def test_reasons_to_start_over(
+def test_reasons_to_recreate_the_venv(
     bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bootstrap.fault() == "there is none"
@@ -124,7 +126,7 @@ def test_reasons_to_start_over(
     assert bootstrap.fault() == "it was made for another folder"
 
 
-def test_another_environment_with_a_torch_is_taken_up(
+def test_a_new_environment_with_a_torch_is_used(
     bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_venv(bootstrap, linked=[])

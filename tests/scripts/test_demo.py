@@ -27,7 +27,7 @@ def demo() -> ModuleType:
 @pytest.mark.parametrize(
     ("words", "question"), [([], "What is the capital of France?"), (["--why", "not?"], "--why not?")]
 )
-def test_the_question_goes_to_the_command_line(
+def test_the_question_is_passed_to_exlm_generate(
     demo: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -42,7 +42,7 @@ def test_the_question_goes_to_the_command_line(
     assert question in capsys.readouterr().out
 
 
-def test_a_failure_is_one_message(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_one_message(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def find_model(**options: Any) -> Path:
         raise ModelNotFound("no network.")
 
