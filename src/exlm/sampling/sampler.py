@@ -39,7 +39,7 @@ from .logits_processors import NO_EDITS, LogitsEdits, apply_edits, check_bias, c
 from .params import CompiledSettings
 from .request import SamplerOutput, SamplingRequest
 from .settings import Settings
-from .steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES, StepRows
+from .steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES, StepRows, Task, TaskGroup
 from .vocabulary import SamplerTokenizer, SamplerVocabulary
 
 _NO_DEVICE_SWITCH = nullcontext()
@@ -319,28 +319,6 @@ class SamplingTask(NamedTuple):
     group_key: GroupKey
 
 
-class TaskGroup(NamedTuple):
-    """Tasks that are worked on together, and what their steps read."""
-
-    tasks: Sequence[SamplingTask]
-    params: BatchParams
-    vocabulary: SamplerVocabulary
-    width: int
-    device: torch.device
-
-    def select(self, members: list[int]) -> TaskGroup:
-        """Some of the tasks, in ascending order."""
-        if len(members) == len(self.tasks):
-            return self
-        tasks = [self.tasks[member] for member in members]
-        params = batch_params([task.compiled for task in tasks], self.device)
-        return self._replace(tasks=tasks, params=params)
-
-    def rows(self, step: str) -> StepRows:
-        """The tasks' rows as a step sees them."""
-        return StepRows(step, self.tasks, self.params.columns, self.vocabulary, self.width, self.device)
-
-
 def task_group(
     tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int, device: torch.device
 ) -> TaskGroup:
@@ -412,10 +390,11 @@ def sample_group(
         output = draw_from_full_vocab(x, top, group.params, uniforms_for(tasks, x.device), num_top)
     else:
         parts = []
-        for members, c in _find_candidates(x, group, maxima):
-            selected = group.select(members)
+        for members, c in _find_candidates(x, tasks, group.params, maxima):
+            selected = group if len(members) == len(tasks) else _select(group, members)
             _apply_steps(c, selected)
-            parts.append((members, _draw(c, selected, num_top)))
+            descending = tasks[0].search_kind == "top_k"  # found in this order on every device
+            parts.append((members, _draw(c, selected, num_top, descending)))
         output = parts[0][1] if len(parts) == 1 else join_groups(parts, x.device)
     output.tokens = mark_failures(top.squeeze(1), output.tokens)
     return output
@@ -426,19 +405,28 @@ def final_candidates(
 ) -> Iterator[tuple[list[int], Candidates]]:
     """The candidates of rows after every step, some rows at a time, each time with the rows' task indices."""
     group = task_group(tasks, vocabulary, x.shape[1], x.device)
-    for members, c in _find_candidates(x, group, maxima):
-        _apply_steps(c, group.select(members))
+    for members, c in _find_candidates(x, tasks, group.params, maxima):
+        _apply_steps(c, _select(group, members))
         yield members, c
 
 
-def _find_candidates(x: Tensor, group: TaskGroup, maxima: Tensor) -> Iterable[tuple[list[int], Candidates]]:
-    tasks, kind = group.tasks, group.tasks[0].search_kind
+def _select(group: TaskGroup, members: list[int]) -> TaskGroup:
+    """Some of a group's rows."""
+    tasks = [group.tasks[member] for member in members]
+    params = batch_params([task.compiled for task in tasks], group.device)
+    return group._replace(tasks=tasks, params=params)
+
+
+def _find_candidates(
+    x: Tensor, tasks: Sequence[SamplingTask], params: BatchParams, maxima: Tensor
+) -> Iterable[tuple[list[int], Candidates]]:
+    kind = tasks[0].search_kind
     compiled_rows = [task.compiled for task in tasks]
     if kind == "top_k":
-        return [(list(range(len(tasks))), top_k_candidates(x, compiled_rows, group.params, maxima))]
+        return [(list(range(len(tasks))), top_k_candidates(x, compiled_rows, params, maxima))]
     if kind in ("floor_below_max", "floor_of_total"):
         floors = [task.log_prob_floor for task in tasks]
-        return candidates_above_floor(x, compiled_rows, group.params, floors, maxima)
+        return candidates_above_floor(x, compiled_rows, params, floors, maxima)
     return all_candidates_in_chunks(x, range(len(tasks)), compiled_rows)
 
 
@@ -446,7 +434,7 @@ def _apply_steps(c: Candidates, group: TaskGroup) -> None:
     used = frozenset[str]().union(*[task.compiled.steps for task in group.tasks])
     for step in STEPS_BY_STAGE["candidates"]:
         if step in used:
-            CANDIDATES_STEPS[step](c, group.rows(step))
+            CANDIDATES_STEPS[step](c, StepRows(step, group))
 
 
 def apply_logits_steps(x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary) -> None:
@@ -454,16 +442,15 @@ def apply_logits_steps(x: Tensor, tasks: Sequence[SamplingTask], vocabulary: Sam
     used = frozenset[str]().union(*[task.compiled.logits_steps for task in tasks])
     for step in STEPS_BY_STAGE["logits"]:
         if step in used:
-            LOGITS_STEPS[step](x, task_group(tasks, vocabulary, x.shape[1], x.device).rows(step))
+            LOGITS_STEPS[step](x, StepRows(step, task_group(tasks, vocabulary, x.shape[1], x.device)))
 
 
-def _draw(c: Candidates, group: TaskGroup, num_top: int) -> DrawnTokens:
+def _draw(c: Candidates, group: TaskGroup, num_top: int, descending: Tensor | bool) -> DrawnTokens:
     uniforms = uniforms_for(group.tasks, group.device)
-    descending: Tensor | bool = group.tasks[0].search_kind == "top_k"  # found in this order on every device
     used = frozenset[str]().union(*[task.compiled.steps for task in group.tasks])
     for step in STEPS_BY_STAGE["draw"]:
         if step in used:
-            rows = group.rows(step)
+            rows = StepRows(step, group)
             uniforms = DRAW_STEPS[step](c, uniforms, rows)
             descending = True if rows.active is None else descending | rows.active
     drawn = draw_from_candidates(c, uniforms, num_top, descending)
@@ -472,7 +459,7 @@ def _draw(c: Candidates, group: TaskGroup, num_top: int) -> DrawnTokens:
     return drawn
 
 
-def uniforms_for(tasks: Sequence[SamplingTask], device: torch.device) -> Tensor:
+def uniforms_for(tasks: Sequence[Task], device: torch.device) -> Tensor:
     """The uniform numbers (rows, 1) of some rows."""
     uniforms = [[task.request.state.uniform(task.request.position)] for task in tasks]
     return torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True)
@@ -481,7 +468,7 @@ def uniforms_for(tasks: Sequence[SamplingTask], device: torch.device) -> Tensor:
 def update_states(group: TaskGroup, c: Candidates | None, drawn: DrawnTokens) -> None:
     """Let drawn tokens move the states of stateful steps; greedy rows have no candidates."""
     for step in frozenset[str]().union(*[task.compiled.stateful_steps for task in group.tasks]):
-        rows = group.rows(step)
+        rows = StepRows(step, group)
         probs = drawn.probs.double().unsqueeze(1)
         rows.record_state(STATE_UPDATES[step](c, drawn.tokens.unsqueeze(1), probs, rows))
 

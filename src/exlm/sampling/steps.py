@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..kernels.sampling_layout import (
     THRESHOLD_TOLERANCE,
 )
 from ..sampler_chain import STATEFUL_STEPS
-from .candidates import Candidates
+from .candidates import BatchParams, Candidates
 from .params import CompiledSettings
 from .request import SamplingRequest
 from .vocabulary import SamplerVocabulary
@@ -39,6 +39,16 @@ class Task(Protocol):
     def compiled(self) -> CompiledSettings: ...
 
 
+class TaskGroup(NamedTuple):
+    """Rows that are worked on together, and what their steps read; `width` counts the tokens."""
+
+    tasks: Sequence[Task]
+    params: BatchParams
+    vocabulary: SamplerVocabulary
+    width: int
+    device: torch.device
+
+
 class StepRows:
     """The rows of a group as one step sees them: the parameters, which rows use the step, and their states.
 
@@ -46,25 +56,15 @@ class StepRows:
     step (rows, 1); None if all do.
     """
 
-    def __init__(
-        self,
-        step: str,
-        tasks: Sequence[Task],
-        params: Mapping[str, Tensor],
-        vocabulary: SamplerVocabulary,
-        width: int,
-        device: torch.device,
-    ) -> None:
-        self.step, self.params, self.vocabulary, self.width, self.device = (
-            step,
-            params,
-            vocabulary,
-            width,
-            device,
+    def __init__(self, step: str, group: TaskGroup) -> None:
+        self.step = step
+        self.params = group.params.columns
+        self.device = group.device
+        self._tasks, self._vocabulary, self._width = group.tasks, group.vocabulary, group.width
+        uses = [step in task.compiled.steps or step in task.compiled.logits_steps for task in group.tasks]
+        self.active = (
+            None if all(uses) else torch.tensor(uses).unsqueeze(1).to(self.device, non_blocking=True)
         )
-        self._tasks = tasks
-        uses = [step in task.compiled.steps or step in task.compiled.logits_steps for task in tasks]
-        self.active = None if all(uses) else torch.tensor(uses).unsqueeze(1).to(device, non_blocking=True)
 
     @cached_property
     def state(self) -> Tensor:
@@ -90,7 +90,7 @@ class StepRows:
         sets = [
             None
             if self.step not in task.compiled.steps
-            else self.vocabulary.xtc_exempt_ids
+            else self._vocabulary.xtc_exempt_ids
             if task.compiled.xtc_exempt_ids is None
             else task.compiled.xtc_exempt_ids
             for task in self._tasks
@@ -99,10 +99,10 @@ class StepRows:
         if not any(used):
             return None
         if all(ids is used[0] or ids == used[0] for ids in used):
-            mask = self.vocabulary.mask(used[0], self.width, self.device)
+            mask = self._vocabulary.mask(used[0], self._width, self.device)
             return mask.unsqueeze(0) if c.ids is None else mask[c.ids]
         masks = torch.stack(
-            [self.vocabulary.mask(ids or frozenset(), self.width, self.device) for ids in sets]
+            [self._vocabulary.mask(ids or frozenset(), self._width, self.device) for ids in sets]
         )
         return masks if c.ids is None else masks.gather(1, c.ids)
 
