@@ -23,6 +23,7 @@ from exlm.generator.engine import EngineCore
 from exlm.generator.page_table import PageTable
 from exlm.generator.speculative import Drafter, ModelDrafter
 from tests.generator.ngram_oracle import CheckedNgramDraft
+from tests.generator.page_table_oracle import check_invariants
 from tests.generator.scripted import ID, PIECES, HashingRunner
 from tests.generator.toy_model import AsyncToyRunner
 
@@ -193,10 +194,8 @@ def simple_job_spec(dice: Random) -> JobSpec:
         *[Settings.greedy] * 10,
         *[Settings] * 10,
         lambda: Settings(**warm, token_frequency_penalty=0.5, token_presence_penalty=0.5),
-        lambda: Settings(**warm, mirostat=True),
-        lambda: Settings(**warm, top_n_sigma=1.0),
-        lambda: Settings(**warm, adaptive_target=0.3),
-        lambda: Settings(**warm, dry_multiplier=1.0),
+        lambda: Settings(**warm, mirostat=True, adaptive_target=0.3),
+        lambda: Settings(**warm, dry_multiplier=1.0, top_n_sigma=1.5),
         lambda: Settings.greedy(token_bias=torch.zeros(3)),
     ]
     options = {"stop_conditions": dice.choice((None, None, ["dd", "ce"], [ID["e"]], ["abc", ID["n"]]))}
@@ -316,7 +315,7 @@ class EngineFuzz:
         else:
             self.round()
         active = self.engine.scheduler.active
-        self.engine.page_table.check_invariants(s for job in active for s in job.sequences)
+        check_invariants(self.engine.page_table, (s for job in active for s in job.sequences))
         assert sum(len(job.sequences) for job in active) <= self.engine.scheduler.max_batch_size
 
     def enqueue(self) -> None:
@@ -348,4 +347,4 @@ class EngineFuzz:
             self.round()
         assert not self.checker.expected
         assert self.engine.page_table.num_free_pages == self.engine.page_table.num_pages
-        self.engine.page_table.check_invariants([])
+        check_invariants(self.engine.page_table, [])

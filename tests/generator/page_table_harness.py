@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from exlm.generator.page_table import PageCopy, PageTable
 from exlm.generator.token_sequence import TokenSequence
+from tests.generator.page_table_oracle import check_invariants
 
 
 def sequence(text: str, new: int = 0, salt: bytes = b"") -> TokenSequence:
@@ -22,7 +23,7 @@ class TrackedPageTable(PageTable):
         self.sequences += sequences
 
     def check_all(self) -> None:
-        self.check_invariants(self.sequences)
+        check_invariants(self, self.sequences)
 
 
 def prefill(table: TrackedPageTable, *sequences: TokenSequence) -> list[PageCopy | None]:

@@ -8,6 +8,7 @@ from exlm.generator.page_table import PageTable
 from exlm.generator.scheduler import PrefillBatch, PrefillChunk, Scheduler
 from exlm.generator.token_sequence import TokenSequence
 from exlm.testing import ScriptedRunner
+from tests.generator.page_table_oracle import check_invariants
 from tests.generator.scheduler_fuzz import Job
 
 
@@ -49,7 +50,7 @@ class SchedulerHarness:
                 self.page_table.finalize(row, len(row))
             if len(rows[0]) >= rows[0].max_length:
                 self.scheduler.finish(one)
-        self.page_table.check_invariants(row for one in self.scheduler.active for row in one.sequences)
+        check_invariants(self.page_table, (row for one in self.scheduler.active for row in one.sequences))
 
     def run_prefill_batch(self, batch: PrefillBatch[Job]) -> None:
         self.runner.copy_pages(batch.copies)

@@ -13,6 +13,7 @@ from exlm.generator.engine import EngineCore
 from exlm.generator.job import Job
 from exlm.generator.page_table import PageTable
 from exlm.sampling import Settings
+from tests.generator.page_table_oracle import check_invariants
 from tests.generator.toy_model import PIECES, VOCAB, ToyRunner, ToyTokenizer
 
 TOKENIZER = ToyTokenizer()
@@ -44,8 +45,8 @@ def run(machine: EngineCore, *jobs: Job) -> list[list[dict[str, Any]]]:
     rounds = []
     while machine.busy:
         rounds.append([dict(result) for result in machine.step()])
-        machine.page_table.check_invariants(
-            [s for active in machine.scheduler.active for s in active.sequences]
+        check_invariants(
+            machine.page_table, [s for active in machine.scheduler.active for s in active.sequences]
         )
     return rounds
 
@@ -339,8 +340,8 @@ def test_tokens_do_not_depend_on_batch_mates(seed: int) -> None:
     step = 0
     while machine.busy:
         machine.step()
-        machine.page_table.check_invariants(
-            [s for active in machine.scheduler.active for s in active.sequences]
+        check_invariants(
+            machine.page_table, [s for active in machine.scheduler.active for s in active.sequences]
         )
         step += 1
         if step == 9:

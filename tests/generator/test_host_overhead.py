@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import host
 from exlm.generator.job import Job
+from tests.generator.page_table_oracle import check_invariants
 from tests.generator.test_engine import job, make_engine
 from tests.generator.toy_model import VOCAB
 
@@ -37,8 +38,8 @@ def all_results(jobs: list[Job], is_simple: bool) -> list[dict[str, Any]]:
             }
             for result in machine.step()
         ]
-        machine.page_table.check_invariants(
-            [s for active in machine.scheduler.active for s in active.sequences]
+        check_invariants(
+            machine.page_table, [s for active in machine.scheduler.active for s in active.sequences]
         )
     for result in out:
         if "held" in result:

@@ -1,49 +1,34 @@
-"""The engine: one step admits jobs, runs prefill chunks, decodes, samples and processes the output.
+"""The engine: each step schedules jobs, runs the model, and processes the sampled tokens.
 
-Each stage returns a value, and the engine acts on it. It opens no tensor: logits go from the `ModelRunner`
-to the `Sampler` as they are.
+The scheduler, the page table and the output processing return decisions, and the engine carries them out.
+Logits go from the `ModelRunner` to the `Sampler` unread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..constrained import FilterThreadPool
 from ..errors import ExlmError, InputError, QueueFull
 from ..sampling import Sampler, call_hooks
 from . import results
-from .async_scheduling import DecodeAhead, InFlightDecode
+from .async_scheduling import InFlightDecode
 from .job import Job, TokenizerLike
+from .model_runner import ModelRunner
 from .output_actions import Emit, OutputAction, Rewind, Stop
-from .page_table import PageCopy, PageTable
+from .page_table import PageTable
 from .results import Result, SampledToken, StreamingResult
 from .scheduler import Scheduler
 from .speculative import AdaptiveDraftLength, Drafter, NoDrafter
 from .token_sequence import TokenSequence
 
-
-class ModelRunner(DecodeAhead, Protocol):
-    """All the loop knows of a model and its cache."""
-
-    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
-        """Duplicate the leading tokens of pages."""
-        ...
-
-    def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
-        """Compute keys and values of a stretch of ids."""
-        ...
-
-    def decode(
-        self, sequences: Sequence[TokenSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> Any:
-        """Logits (tokens, vocabulary) for each sequence: a list, or one tensor if all feed equally many."""
-        ...
+NO_DRAFTS: Sequence[Sequence[int]] = ()
 
 
 class EngineCore:
-    """Jobs in, results out, over one runner and one page table."""
+    """Runs jobs to results, with one model runner and one page table."""
 
     def __init__(
         self,
@@ -62,7 +47,7 @@ class EngineCore:
     ) -> None:
         """`max_length` is the longest a sequence may become, `max_queue` how many jobs may wait to start.
 
-        `extras` makes of ids, adapters and embeddings what the runner must know of them.
+        `make_extras` turns ids, adapters and embeddings into a sequence's extras.
         """
         self.runner, self.page_table, self.tokenizer, self.vocab_size = (
             runner,
@@ -78,15 +63,14 @@ class EngineCore:
         self.default_loras: Any = None
         """Adapters of jobs that do not say which they want."""
         self.cache_key_parts: dict[str, bytes] = {}
-        """What besides ids the keys and values of every job depend on, by what it is: see `Job.key`."""
+        """What the keys and values of every job depend on besides its ids; part of the prefix cache's key."""
         self.sampler = Sampler(tokenizer, vocab_size)
         self._in_flight = InFlightDecode(runner)
         self._filter_executor = FilterThreadPool()
         self._next_serial = 0
-        self._in_step = (
-            False  # in the midst of a round; after it only if an interrupt or an error has ended it
-        )
-        self._adapted: dict[bytes, dict[int, Job]] = {}  # by adapters, which may be unloaded under them
+        self._in_step = False
+        """Whether a step is running; still True after a step that an interrupt or an error has ended."""
+        self._jobs_by_adapters: dict[bytes, dict[int, Job]] = {}
 
     @property
     def busy(self) -> bool:
@@ -94,7 +78,7 @@ class EngineCore:
         return self.scheduler.num_unfinished > 0
 
     def enqueue(self, job: Job) -> int:
-        """Take a job, or say why it can never run."""
+        """Queue a job; raises InputError for one that can never run."""
         for prompt in job.prompts:
             total = len(prompt) + job.max_new_tokens
             if self.max_length is not None and total > self.max_length:
@@ -119,7 +103,7 @@ class EngineCore:
             self.scheduler.cancel(job)
             raise
         if adapters := job.cache_key_parts.get("adapters"):
-            self._adapted.setdefault(adapters, {})[id(job)] = job
+            self._jobs_by_adapters.setdefault(adapters, {})[id(job)] = job
         job.draft_length = (
             AdaptiveDraftLength(self.num_draft_tokens) if self.num_draft_tokens else job.draft_length
         )
@@ -133,7 +117,7 @@ class EngineCore:
             self._release(job)
             try:
                 self.scheduler.cancel(job)
-            except LookupError:  # what an interrupt left half done; `tidied` makes it good
+            except LookupError:  # left by an interrupt; `reset_after_interrupt` repairs it
                 if not was_in_step:
                     raise
             self._in_step = was_in_step
@@ -144,18 +128,23 @@ class EngineCore:
             self.cancel(job)
 
     def step(self) -> list[Result]:
-        """Admit jobs that fit, prefill a chunk of each prompt, decode tokens of each ready job."""
+        """Admit jobs, prefill a chunk of each prompt, decode a batch, verify and apply its tokens."""
         out = self.admit_and_prefill()
-        ready = self.scheduler.decode_batch()
-        if ready:
-            self._in_step = True
-            out += self._decode(ready)
-            self._in_step = False
+        batch = self.scheduler.decode_batch()
+        if not batch:
+            return out
+        self._in_step = True
+        logits, drafts = self._in_flight.take(batch), NO_DRAFTS
+        if logits is None:
+            drafts = self._propose_drafts(batch)
+            logits = self._decode(batch, drafts)
+        out += self._verify_and_apply(batch, logits, drafts)
+        self._in_step = False
         return out
 
     def admit_and_prefill(self) -> list[Result]:
         """The first half of a step: admit jobs that fit and prefill a chunk of each prompt."""
-        out: list[Result] = [*self._fail_unloaded_loras()] if self._adapted else []
+        out: list[Result] = [*self._fail_unloaded_loras()] if self._jobs_by_adapters else []
         if self.scheduler.has_prefill:
             self._in_step = True
             out += map(results.started_result, self.scheduler.admit())
@@ -164,21 +153,23 @@ class EngineCore:
         return out
 
     def _attach_extras(self, job: Job) -> None:
-        """Give its sequences what they bring besides tokens, which explains ids that are none."""
+        """Give a job's sequences their adapters and embeddings; ids beyond the vocabulary stand for these."""
         loras = self.default_loras if job.loras is None else job.loras
         for sequence in job.sequences:
             if sequence.extras is None and (loras or job.embeddings or max(sequence.ids) >= self.vocab_size):
                 if self.make_extras is None:
-                    raise InputError(f"This model knows nothing but tokens below {self.vocab_size}.")
+                    raise InputError(
+                        f"This model has no embeddings but those of tokens below {self.vocab_size}."
+                    )
                 sequence.extras = self.make_extras(sequence.ids, loras, job.embeddings)
                 job.cache_key_parts["adapters"] = sequence.extras.salt
 
     def _fail_unloaded_loras(self) -> list[StreamingResult]:
-        """End the jobs whose adapters are gone: they would go on as if they had asked for none."""
+        """Fail the jobs whose adapters were unloaded: they would go on without them."""
         out = []
-        for adapters, jobs in [*self._adapted.items()]:
+        for adapters, jobs in [*self._jobs_by_adapters.items()]:
             if not jobs:
-                del self._adapted[adapters]
+                del self._jobs_by_adapters[adapters]
             elif next(iter(jobs.values())).sequences[0].extras.unloaded_error():  # and so for all of these
                 for job in [*jobs.values()]:
                     self.cancel(job)
@@ -186,7 +177,7 @@ class EngineCore:
         return out
 
     def _prefill_chunks(self) -> list[Result]:
-        """Run this round's chunks; one result for each job that got further with its prompt."""
+        """Run the step's chunks; one result for each job whose prompt advanced."""
         advanced: dict[int, Job] = {}
         while batch := self.scheduler.next_prefill_batch():
             now = time.perf_counter()
@@ -207,47 +198,44 @@ class EngineCore:
             out.append(results.prefill_result(job, done, sum(len(s.ids) - 1 for s in job.sequences)))
         return out
 
-    def _decode(self, jobs: Sequence[Job]) -> Sequence[Result]:
-        """One pass of the model: a token for each job, more for jobs whose drafts were right."""
-        drafts: Sequence[Sequence[int]] = [()] * len(jobs)
-        logits, all_simple = self._in_flight.take(jobs), True
-        if logits is None:
-            for job in jobs:
-                if job.metrics.first_decode_at is None:
-                    job.begin()
-                    job.metrics.sampled()
-            if self.num_draft_tokens:
-                draft_lengths = [job.num_draft_tokens for job in jobs]
-                drafts = self.drafter.propose([job.sequences[0] for job in jobs], draft_lengths)
-            logits, all_simple = self._run_decode(jobs, drafts)
+    def _propose_drafts(self, jobs: Sequence[Job]) -> Sequence[Sequence[int]]:
+        """The drafter's tokens for each job; a job that decodes for the first time is made ready for it."""
+        for job in jobs:
+            if job.metrics.first_decode_at is None:
+                job.begin()
+                job.metrics.sampled()
         if not self.num_draft_tokens:
-            return self._sample(jobs, logits, 0, launch_next=all_simple)
-        return self._verify_drafts(jobs, logits, drafts, all_simple)
+            return NO_DRAFTS
+        draft_lengths = [job.num_draft_tokens for job in jobs]
+        return self.drafter.propose([job.sequences[0] for job in jobs], draft_lengths)
 
-    def _run_decode(self, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]) -> tuple[Any, bool]:
-        """Run each job's last token and drafts; the logits, and whether all jobs are simple."""
-        all_simple = True
+    def _decode(self, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]) -> Any:
+        """Logits of each job's last token and drafts, in one pass of the model."""
         sequences: list[TokenSequence] = []
         past: list[int] = []
         token_rows: list[list[int]] = []
-        for job, draft in zip(jobs, drafts, strict=True):
+        for job, draft in zip(jobs, drafts or [()] * len(jobs), strict=True):
             if not job.is_simple:
-                all_simple = False
                 job.prefetch_filter_masks(self._filter_executor)
             job.batch_row = len(past)
             for sequence in job.sequences:
                 sequences.append(sequence)
                 past.append(sequence.num_computed_tokens)
                 token_rows.append([sequence.ids[-1], *draft])
-        return self.runner.decode(sequences, past, token_rows), all_simple
+        return self.runner.decode(sequences, past, token_rows)
 
-    def _verify_drafts(
-        self, jobs: Sequence[Job], logits: Any, drafts: Sequence[Sequence[int]], all_simple: bool
-    ) -> list[Result]:
-        """Take position after position, for every job whose guesses have been right so far.
+    def _verify_and_apply(
+        self, jobs: Sequence[Job], logits: Any, drafts: Sequence[Sequence[int]]
+    ) -> Sequence[Result]:
+        """Sample a token for every job, and more while a job's drafts agree with what is sampled.
 
-        Without drafts the next pass may be launched, unless a drafter may find one after this token.
+        The next pass is launched before the host reads the tokens if all jobs are simple, and if no drafter
+        may propose something that depends on them.
         """
+        all_simple = all([job.is_simple for job in jobs])
+        if not self.num_draft_tokens:
+            return self._sample_and_apply(jobs, logits, 0, launch_next=all_simple)
+        drafts = drafts or [()] * len(jobs)
         any_drafts = any(drafts)
         sampled = results.sample_all_positions(self.sampler, logits, jobs, drafts) if any_drafts else None
         launch_next = all_simple and not any_drafts and not self._may_draft_next(jobs)
@@ -256,7 +244,9 @@ class EngineCore:
         position = 0
         while unfinished:
             if sampled is None:
-                position_results = self._sample([job for job, _ in unfinished], logits, position, launch_next)
+                position_results = self._sample_and_apply(
+                    [job for job, _ in unfinished], logits, position, launch_next
+                )
             else:
                 position_results = [
                     self._append_simple(job, *sampled[id(job)][position]) for job, _ in unfinished
@@ -281,15 +271,16 @@ class EngineCore:
         return out
 
     def _may_draft_next(self, jobs: Sequence[Job]) -> bool:
-        """Whether a job may have a draft after its next token; the next pass then waits for that token."""
+        """Whether a job may have a draft after its next token; then the next pass waits for that token."""
         return any(job.num_draft_tokens > 0 and self.drafter.has_candidate(job.sequences[0]) for job in jobs)
 
-    def _sample(
+    def _sample_and_apply(
         self, jobs: Sequence[Job], logits: Any, position: int, launch_next: bool = False
     ) -> list[StreamingResult]:
-        """A token for every job and what it leads to; one job's mistake is not the others'.
+        """Sample a token for every job at one position and apply it; a job that fails does not affect the
+        others.
 
-        `ahead` if these are all the jobs that the logits are for and the next pass may be launched.
+        `launch_next` says that these are all the jobs of the logits, and that the next pass may be launched.
         """
         try:
             requests = [
@@ -300,7 +291,7 @@ class EngineCore:
         except ExlmError as error:
             if len(jobs) == 1:
                 return [self._fail(jobs[0], error)]
-            return [self._sample([job], logits, position)[0] for job in jobs]
+            return [self._sample_and_apply([job], logits, position)[0] for job in jobs]
         if launch_next:
             self._in_flight.launch_next(jobs, pending.tokens)
         output = pending.wait()
@@ -310,8 +301,8 @@ class EngineCore:
         details: list[SampledToken] = []
         token_ids = results.token_id_tensors(output.tokens)
         for i, (job, token) in enumerate(zip(jobs, output.tokens, strict=True)):
-            if (problem := output.error(token)) is not None:
-                out.append(self._fail(job, problem))
+            if token < 0 and (failure := output.error(token)) is not None:
+                out.append(self._fail(job, failure))
             elif job.is_simple:
                 out.append(self._append_simple(job, token, token_ids[i]))
             else:
@@ -320,7 +311,7 @@ class EngineCore:
         return out
 
     def _append_simple(self, job: Job, token: int, token_ids: Any) -> StreamingResult:
-        """A token of a plain job: nothing is kept of it unless its text must wait."""
+        """Append a token of a simple job, whose text is mostly emitted at once."""
         sequence = job.sequences[0]
         self.page_table.commit(sequence, len(sequence.ids))
         sequence.ids.append(token)
@@ -334,7 +325,7 @@ class EngineCore:
         return self._apply_action(job, action)
 
     def _append_sampled(self, job: Job, sampled: SampledToken) -> StreamingResult:
-        """A token of any job: past the hooks, into the sequences, past filters and output."""
+        """Append a token of any job: after its hooks, to its sequences, filters and output."""
         try:
             sampled, feed_filters = self._apply_hooks(job, sampled) if job.hooks else (sampled, True)
             job.output.check_retries(sampled.token)
@@ -386,7 +377,7 @@ class EngineCore:
         return results.streaming_result(job)
 
     def _finalize_tokens(self, job: Job) -> None:
-        """Name the pages whose text can no longer be taken back."""
+        """Publish the pages whose tokens can no longer be rewound."""
         for sequence in job.sequences:
             self.page_table.finalize(sequence, len(sequence.ids) - job.output.num_revocable)
 
@@ -411,14 +402,14 @@ class EngineCore:
 
     def _finish(self, job: Job) -> None:
         job.metrics.finished_at = time.perf_counter()
-        if job in self.scheduler:  # else a hook or a filter of this round has cancelled it
+        if job in self.scheduler:  # else a hook or a filter has cancelled it in this step
             self._release(job)
             self.scheduler.finish(job)
 
     def _release(self, job: Job) -> None:
-        """Close what a job has opened, while it still has its pages."""
+        """Release what a job holds besides its pages, which it still has."""
         job.is_finished = True
-        self._adapted.get(job.cache_key_parts.get("adapters", b""), {}).pop(id(job), None)
+        self._jobs_by_adapters.get(job.cache_key_parts.get("adapters", b""), {}).pop(id(job), None)
         if self.scheduler.num_unfinished == 1:
             self._in_flight.discard()
         for sequence in job.sequences:

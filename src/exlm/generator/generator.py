@@ -386,9 +386,11 @@ class Generator:
 
     def _step(self, owner: str = "generator") -> None:
         """Run a step, if there are jobs, and put each result into its job's queue."""
-        self.check_not_in_step(owner)
-        self.cancel_abandoned()
-        if not self._engine.busy:
+        if self._in_step:
+            self.check_not_in_step(owner)
+        if self._abandoned:
+            self.cancel_abandoned()
+        if not self._engine.scheduler.num_unfinished:
             return
         try:
             self._in_step = True

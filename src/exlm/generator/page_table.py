@@ -12,13 +12,15 @@ made; it never touches the cache itself.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from ..errors import CacheTooSmall, InputError
-from .page_table_invariants import invariant_violations
-from .token_sequence import TokenSequence, common_prefix_length
+from .token_sequence import TokenSequence, common_prefix_length, hash_page
+
+NO_USERS: Mapping[int, int] = MappingProxyType({})
 
 PrefixKey: TypeAlias = tuple[bytes, int, int]
 """How a page begins: the name of the page before it and its first two ids."""
@@ -250,10 +252,13 @@ class PageTable:
         for page in [*self._idle.values()]:
             self._clear_page(page)
 
-    def check_invariants(self, sequences: Iterable[TokenSequence]) -> None:
-        """Raise AssertionError if any invariant is broken, given every sequence that has pages."""
-        if found := invariant_violations(self, sequences):
-            raise AssertionError("\n".join(found))
+    def violations(self, num_users: Mapping[int, int] = NO_USERS) -> list[str]:
+        """What is inconsistent, one line each, given how many sequences use each page (none if left out)."""
+        found = [*_index_violations(self)]
+        for page in self._pages:
+            problems = _page_violations(self, page, num_users.get(page.index, 0))
+            found += (f"page {page.index}: {text}" for text in problems)
+        return found
 
     def _required_pages(self, sequences: Iterable[TokenSequence]) -> tuple[set[bytes], int]:
         """Names of the pages the prompts fill, and how many pages come after those."""
@@ -414,3 +419,63 @@ class PageTable:
             if not pages:
                 del self._by_prefix_key[page.prefix_key]
             page.prefix_key = None
+
+
+def _index_violations(table: PageTable) -> Iterator[str]:
+    idle = [page.index for page in table._pages if page.ref_count == 0]
+    if sorted(table._idle) != idle or table.num_free_pages != len(idle):
+        yield f"idle pages are {idle}, listed are {sorted(table._idle)}"
+    last_uses = [page.last_used for page in table._idle.values()]
+    if last_uses != sorted(last_uses):
+        yield f"idle pages are not in the order of their last use: {last_uses}"
+    for page_hash, page in table._by_hash.items():
+        if page.page_hash != page_hash:
+            yield f"page {page.index} is listed under a name that is not its own"
+    for page_hash, page in table._by_pending_hash.items():
+        if page.pending_hash != page_hash:
+            yield f"page {page.index} is promised under a name it will not have"
+    for prefix_key, pages in table._by_prefix_key.items():
+        if not pages or any(
+            page.prefix_key != prefix_key or index != page.index for index, page in pages.items()
+        ):
+            yield f"pages {sorted(pages)} are listed under a beginning that is not theirs"
+
+
+def _page_violations(table: PageTable, page: Page, uses: int) -> Iterator[str]:
+    if page.ref_count != uses:
+        yield f"{page.ref_count} references, {uses} users"
+    if page.filled > table.page_size:
+        yield f"{page.filled} rows in a page of {table.page_size}"
+    if page.page_hash is not None:
+        if table._by_hash.get(page.page_hash) is not page:
+            yield "named, but not found by its name"
+        if page.pending_hash is not None:
+            yield "named and still promised"
+        if page.filled != table.page_size or page.parent_hash is None:
+            yield f"named with {page.filled} rows, parent {page.parent_hash!r}"
+        elif page.page_hash != hash_page(page.parent_hash, page.ids):
+            yield "its name does not say what it holds"
+    if page.pending_hash is not None:
+        if table._by_pending_hash.get(page.pending_hash) is not page:
+            yield "promised, but not found by its promise"
+        if page.ref_count == 0 or page.parent_hash is None:
+            yield "promised without a user or a parent"
+        elif page.filled == table.page_size and page.pending_hash != hash_page(page.parent_hash, page.ids):
+            yield "it does not hold what was promised"
+    if (
+        page.prefix_key is not None
+        and table._by_prefix_key.get(page.prefix_key, {}).get(page.index) is not page
+    ):
+        yield "not found by its beginning"
+    prefix_key = (
+        (page.parent_hash, *page.ids[:2]) if page.parent_hash is not None and page.filled > 1 else None
+    )
+    if page.prefix_key != prefix_key:
+        yield f"its beginning is {prefix_key}, listed is {page.prefix_key}"
+    if (
+        page.ref_count == 0
+        and page.page_hash is None
+        and page.prefix_key is None
+        and (page.ids or page.parent_hash or page.last_used)
+    ):
+        yield "of no use, but not blank"

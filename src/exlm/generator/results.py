@@ -172,15 +172,19 @@ def common_fields(job: Job) -> CommonFields:
 
 
 def simple_result(job: Job, text: str, token_ids: Tensor) -> StreamingResult:
-    """A sampled token that is shown at once, its id given as a (1, 1) tensor."""
-    result = _new_streaming_result(job, text)
+    """A sampled token that is emitted at once, its id given as a (1, 1) tensor."""
+    result: StreamingResult = {"job": job, **job.common_fields}  # type: ignore[typeddict-item]
+    if text:
+        result["text"] = text
     result["token_ids"] = token_ids
     return result
 
 
 def streaming_result(job: Job, text: str = "", emitted: Sequence[SampledToken] = ()) -> StreamingResult:
     """A sampled token and what it lets be seen, perhaps nothing."""
-    result = _new_streaming_result(job, text)
+    result: StreamingResult = {"job": job, **job.common_fields}  # type: ignore[typeddict-item]
+    if text:
+        result["text"] = text
     result.update(token_tensors(emitted))  # type: ignore[typeddict-item]
     return result
 
@@ -316,13 +320,6 @@ def token_id_tensors(tokens: list[int]) -> Sequence[Tensor]:
     """Each token as the (1, 1) tensor that users get."""
     ids = torch.tensor(tokens)
     return (ids.view(1, 1),) if len(tokens) == 1 else ids.view(-1, 1, 1).unbind()
-
-
-def _new_streaming_result(job: Job, text: str) -> StreamingResult:
-    result: StreamingResult = {"job": job, **job.common_fields}  # type: ignore[typeddict-item]
-    if text:
-        result["text"] = text
-    return result
 
 
 def _add_final_fields(job: Job, result: StreamingResult) -> StreamingResult:

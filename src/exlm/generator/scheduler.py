@@ -21,7 +21,6 @@ from typing import Generic, Protocol, TypeVar
 
 from ..errors import CacheTooSmall, InputError
 from .page_table import PageCopy, PageTable, PrefixKey
-from .page_table_invariants import invariant_violations
 from .token_sequence import TokenSequence, common_prefix_length
 
 MAX_ADMISSION_SCAN = 64
@@ -248,7 +247,7 @@ class Scheduler(Generic[J]):
         if self.num_unfinished:
             return False
         self._prefilling, self._prefill_queue, self._num_rows = {}, [], 0
-        if invariant_violations(self.page_table, []):
+        if self.page_table.violations():
             self.page_table.reset()
         return True
 

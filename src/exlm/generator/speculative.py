@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..tokenizer import EMBEDDING_INDEX
+from .model_runner import ModelRunner
 from .ngram import NgramIndex
 from .page_table import PageCopy
 from .token_sequence import TokenSequence
@@ -54,24 +55,6 @@ class AdaptiveDraftLength:
         self._misses = 0 if num_accepted else self._misses + 1
         pause = min(1 << max(0, self._misses - MISSES_BEFORE_PAUSE), MAX_PAUSE)
         self._paused_until = num_generated + pause if self._misses > MISSES_BEFORE_PAUSE else 0
-
-
-class DraftRunner(Protocol):
-    """What is needed of a draft model's runner; logits are whatever answers `argmax`."""
-
-    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
-        """Duplicate the leading tokens of pages."""
-        ...
-
-    def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
-        """Compute keys and values of a stretch of ids."""
-        ...
-
-    def decode(
-        self, sequences: Sequence[TokenSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> Sequence[Any]:
-        """Logits for each fed token of each sequence."""
-        ...
 
 
 class Drafter(Protocol):
@@ -181,7 +164,7 @@ class NgramDrafter(NoDrafter):
 class ModelDrafter:
     """Guesses by asking a smaller model, which keeps its own cache in the same pages."""
 
-    def __init__(self, runner: DraftRunner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self._num_computed_tokens: dict[
             int, int

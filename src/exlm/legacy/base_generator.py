@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..generator.engine import EngineCore, ModelRunner
+from ..generator.engine import EngineCore
+from ..generator.model_runner import ModelRunner
 from ..generator.page_table import PageTable
 from ..kvcache import CacheBase
 from ..model import Model

@@ -37,6 +37,7 @@ from ..sampling.sampler import (
     apply_logits_steps,
     final_candidates,
     make_task,
+    task_group,
     update_states,
 )
 from ..sampling.vocabulary import SamplerVocabulary
@@ -139,7 +140,7 @@ class _SampleCall:
 
     def _greedy(self, x: Tensor, task: SamplingTask) -> _RowSample:
         _, drawn = greedy_output(x, self.num_top)
-        update_states(None, drawn, [task], self.vocabulary, x.shape[1])
+        update_states(task_group([task], self.vocabulary, x.shape[1], x.device), None, drawn)
         return _RowSample(int(drawn.tokens), 1.0, drawn.top_tokens, drawn.top_probs)
 
     def _draw(self, x: Tensor, maxima: Tensor, task: SamplingTask, u: float) -> _RowSample:
@@ -152,7 +153,7 @@ class _SampleCall:
             position -= 1
         token = int(ordered_ids[position])
         drawn = DrawnTokens(torch.tensor([token]), p[:, token])
-        update_states(c, drawn, [task], self.vocabulary, x.shape[1])
+        update_states(task_group([task], self.vocabulary, x.shape[1], x.device), c, drawn)
         sampled = _RowSample(token, float(p[0, token]), None, None)
         if self.num_top:
             sampled.top_tokens, sampled.top_probs = pad_top_tokens(

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..generator.engine import ModelRunner
+from ..generator.model_runner import ModelRunner
 from ..generator.page_table import PageCopy
 from ..generator.token_sequence import TokenSequence
 

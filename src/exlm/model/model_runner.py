@@ -124,13 +124,13 @@ class PagedModelRunner:
         None without CUDA graphs, where nothing would be gained. Logits of a negative token are meaningless.
         The result overwrites the last one.
         """
-        return self._decode_with_graph(sequences, tokens, past)
+        return None if self.graphs is None else self._decode_with_graph(sequences, tokens, past)
 
     def _decode_batch(
         self, sequences: Sequence[PagedSequence], token_rows: Sequence[Sequence[int]], past: Sequence[int]
     ) -> Tensor:
         """Logits (rows, tokens, vocabulary) of rows with equally many tokens."""
-        logits = self._decode_with_graph(sequences, token_rows, past)
+        logits = None if self.graphs is None else self._decode_with_graph(sequences, token_rows, past)
         if logits is None:
             logits = self._forward_batch(sequences, token_rows, past, "all")
         assert logits is not None

@@ -83,7 +83,7 @@ def stable_top_k(x: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tenso
     if (k + MIN_SPARE_BLOCKS) * VOCAB_BLOCK * 2 <= x.shape[1]:
         x, columns = gather_blocks(x, _top_k_columns(block_maxima(x) if maxima is None else maxima, k))
     top_columns = _top_k_columns(x, k)
-    values, order = stable_sort_descending(x.gather(1, top_columns))
+    values, order = torch.sort(x.gather(1, top_columns), dim=-1, descending=True, stable=True)
     top_columns = top_columns.gather(1, order)
     return values, top_columns if columns is None else columns.gather(1, top_columns)
 
@@ -150,21 +150,17 @@ class BatchParams:
         table = torch.tensor([compiled.param_row for compiled in compiled_rows], dtype=torch.float64).to(
             device, non_blocking=True
         )
-        self._columns = dict(zip(PARAM_NAMES, torch.split(table, 1, 1), strict=True))
-        self._temperature = self._columns["temperature"].float()
+        self.columns: dict[str, Tensor] = dict(zip(PARAM_NAMES, torch.split(table, 1, 1), strict=True))
+        self._temperature = self.columns["temperature"].float()
         self.has_smoothing = any(compiled.params["smoothing_factor"] > 0 for compiled in compiled_rows)
-
-    def __getitem__(self, name: str) -> Tensor:
-        column: Tensor = self._columns[name]
-        return column
 
     def unnormalized_probs(self, x: Tensor, top: Tensor) -> Tensor:
         """Unnormalised probabilities of logits, 1 for a logit equal to `top`; in float64."""
         scaled = x.double() - top
         if self.has_smoothing:
-            smoothing = self["smoothing_factor"]
+            smoothing = self.columns["smoothing_factor"]
             scaled = torch.where(smoothing > 0, -smoothing * scaled * scaled, scaled)
-        return scaled.div_(self["temperature"]).exp_()
+        return scaled.div_(self.columns["temperature"]).exp_()
 
     def block_weight_sums(self, x: Tensor, top: Tensor) -> Tensor:
         """Sums of the weights of every 64 neighbouring tokens (rows, runs); the weights in float32."""
@@ -176,16 +172,16 @@ class BatchParams:
             scaled = x[rows] - top[rows]
             param_rows = slice(None) if one_temperature else rows
             if self.has_smoothing:
-                smoothing = self["smoothing_factor"][param_rows].float()
+                smoothing = self.columns["smoothing_factor"][param_rows].float()
                 scaled = torch.where(smoothing > 0, -smoothing * scaled * scaled, scaled)
             sums.append(block_sums(scaled.div_(self._temperature[param_rows]).exp_()))
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     def logit_distance(self, log_ratio: Tensor) -> Tensor:
         """How far below the largest logit a weight of exp(log_ratio) lies, with room to spare."""
-        distance = (-log_ratio).clamp_min(0.0) * self["temperature"]
+        distance = (-log_ratio).clamp_min(0.0) * self.columns["temperature"]
         if self.has_smoothing:
-            smoothing = self["smoothing_factor"]
+            smoothing = self.columns["smoothing_factor"]
             distance = torch.where(smoothing > 0, (distance / smoothing.clamp_min(1e-30)).sqrt(), distance)
         return distance * (1.0 + 1e-5) + 1e-3
 
@@ -252,7 +248,7 @@ def top_k_candidates(
     values, ids = stable_top_k(x, count, maxima)
     weights = params.unnormalized_probs(values, values[:, :1])
     if any(compiled.top_k < count for compiled in compiled_rows):
-        weights = torch.where(torch.arange(count, device=x.device) < params["top_k"], weights, 0.0)
+        weights = torch.where(torch.arange(count, device=x.device) < params.columns["top_k"], weights, 0.0)
     return Candidates(weights / weights.sum(-1, keepdim=True), ids, True)
 
 
@@ -365,7 +361,7 @@ def _try_top_candidates(
     p = weights / (sums if total is None else _select_rows(total, rows))
     complete = values[:, -1:] < min_logit
     if total is not None:
-        complete |= p.sum(-1, keepdim=True) >= params["top_p"]
+        complete |= p.sum(-1, keepdim=True) >= params.columns["top_p"]
     return Candidates(p, ids, True), complete.squeeze(1).tolist()
 
 

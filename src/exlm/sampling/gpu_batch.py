@@ -1,8 +1,8 @@
-"""Desk: where rows wait for their tokens. It remembers the last batch, so that a step says only what is new.
+"""The persistent batch of the GPU sampler: what the kernels must be told of each row, and what changed since.
 
-A batch that comes again, each text a token longer, costs a few comparisons. Rows that came, went, moved or
-were changed are seated anew, and only those are read. What it remembers of a text goes when the text's state
-does. One desk serves one sampler, from one thread.
+A batch that comes again, each text a token longer, costs a few comparisons and one upload. Only rows that
+were added, moved or changed are read again. What is kept of a text lives as long as its `SamplerState`. One
+`GpuSampler` serves one sampler, from one thread.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ MIN_COUNTS_CAPACITY = 256
 NO_TOKEN = -1
 
 TokenCountsWords = tuple[int, int, int, int, int, int]
-"""What the kernels are told: "token_counts" and "new_counts" of `lanes.PLACES`."""
+"""The header's words "token_counts" and "new_counts"."""
 
 
 class DeviceTokenCounts:
-    """The last `sustain` tokens of a text (None: all of them), as pairs of a token and its count.
+    """The last `sustain` tokens of a text (None: all of them) on the device, as pairs of a token and its
+    count.
 
-    `end` is the length of the text that the list on the device stands for once every word it gave was used.
+    `synced_length` is the length of the text that the pairs stand for once the words given so far were used.
     """
 
     def __init__(self, sustain: int | None, width: int, device: torch.device) -> None:
@@ -66,19 +67,19 @@ class DeviceTokenCounts:
 
     @property
     def capacity_left(self) -> int:
-        """For how many more tokens there is room."""
+        """How many more tokens fit."""
         return self._capacity - self._size_minus_length - self.synced_length
 
     def extend_words(self, history: Sequence[int]) -> TokenCountsWords:
-        """The words for a text as it is now, if the list need not be made anew; see `follow`."""
+        """The words for a text that grew by one token since `sync`."""
         length, sustain = len(history), self.sustain
         left = history[length - 1 - sustain] if sustain is not None and length > sustain else NO_TOKEN
         return self._address, self._size_minus_length + length, history[-1], left, 0, 0
 
     def sync(self, history: Sequence[int], extra: array[int], extra_start: int) -> TokenCountsWords:
-        """The words for a text as it is now; what else is to be sent is appended to `lists`.
+        """The words for a text as it is now; a new list of pairs is appended to `extra`.
 
-        `first` is the place of its first word.
+        `extra_start` is the index of the first word of `extra` in the upload.
         """
         length = len(history)
         if length == self.synced_length:
@@ -102,17 +103,17 @@ MIN_HISTORY_CAPACITY = 1024
 OUT_OF_VOCAB = -1  # stands for every id that the vocabulary does not have
 
 TokenHistoryWords = tuple[int, int, int]
-"""What the kernels are told: "history" of `lanes.PLACES`."""
+"""The header's words "history"."""
 
 
 class DeviceTokenHistory:
-    """A text as int32 ids.
+    """A text on the device, as int32 ids.
 
-    `end` is the length of the text that the device has once every word given was used.
+    `synced_length` is the length of the text that the device has once the words given so far were used.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
-        """An empty one; ids that are not below `width` are strange."""
+        """An empty text; ids that are not below `width` become OUT_OF_VOCAB."""
         self._width, self._device = width, device
         self.synced_length = 0
         self._ids: Tensor | None = None
@@ -120,11 +121,11 @@ class DeviceTokenHistory:
 
     @property
     def capacity_left(self) -> int:
-        """For how many more tokens there is room."""
+        """How many more tokens fit."""
         return self._capacity - self.synced_length
 
     def sync(self, history: Sequence[int]) -> TokenHistoryWords:
-        """The words for a text as it is now; all but its last token are sent if the device lacks them."""
+        """The words for a text as it is now; copies what the device lacks, but for the last token."""
         length = len(history)
         if length > self._capacity or self._ids is None:
             self._capacity = max(MIN_HISTORY_CAPACITY, 1 << (2 * length - 1).bit_length())
@@ -142,14 +143,14 @@ class DeviceTokenHistory:
 
 
 IMMUTABLE_TYPES = (tuple, frozenset)
-UNTRACKED_VERSION = -1  # the version of a bias that does not tell when it changes
+UNTRACKED_VERSION = -1  # of a bias whose changes torch does not count
 
 
 @dataclass(eq=False)
 class RowParams:
-    """One row's constants: its plan, its head's words as bytes, and what those point to.
+    """What does not change from token to token of one row: compiled settings, the header, what it points to.
 
-    `blocked` are ids within the vocabulary; `watched` are all, if they may change in place.
+    `blocked_ids` are those within the vocabulary; `mutable_blocked` are all, if they may change in place.
     """
 
     version_stamps: tuple[object, object, object]
@@ -165,12 +166,12 @@ class RowParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits change before they become probabilities."""
+        """Whether the row's logits change before they become probabilities."""
         compiled = self.compiled
         return bool(compiled.penalty_rule or compiled.dry_rule or self.blocked_ids or self.bias is not None)
 
     def is_valid(self, request: SamplingRequest) -> bool:
-        """Whether all this is still so for a row."""
+        """Whether nothing of this has changed for a request."""
         request_stamp, settings_stamp, state_stamp = self.version_stamps
         return (
             request_stamp is request.version_stamp
@@ -182,14 +183,14 @@ class RowParams:
 
 
 class RowParamsBuilder:
-    """Finds seats for rows of one vocabulary on one device."""
+    """Makes `RowParams` for rows of one vocabulary on one device."""
 
     def __init__(self, vocabulary: SamplerVocabulary, width: int, device: torch.device) -> None:
         self.vocabulary, self.width, self.device = vocabulary, width, device
         self._biases: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()
 
     def build(self, request: SamplingRequest, previous: RowParams | None) -> RowParams:
-        """A new seat; the list of the one before is taken over if it is of the same text."""
+        """The parameters of a request; the device lists of the previous ones are reused for the same text."""
         settings, state = request.settings, request.state
         compiled = settings.compiled()
         seed, branch = state.philox_words()
@@ -242,7 +243,7 @@ class RowParamsBuilder:
         return old or DeviceTokenHistory(self.width, self.device)
 
     def _xtc_exempt_mask(self, compiled: CompiledSettings) -> Tensor | None:
-        """The tokens that XTC spares."""
+        """The tokens that XTC never excludes."""
         if "xtc" not in compiled.steps:
             return None
         return self._mask(
@@ -274,17 +275,17 @@ class RowParamsBuilder:
 
 
 def tensor_version(bias: Tensor) -> int:
-    """A number that changes whenever a tensor does; ALTERED if it may have."""
+    """A number that changes whenever a tensor does; UNTRACKED_VERSION if torch keeps none."""
     return UNTRACKED_VERSION if bias.is_inference() else bias._version
 
 
 def is_unchanged(bias: Tensor, version: int) -> bool:
-    """Whether a bias is certainly what it was at a version."""
+    """Whether a bias has certainly not changed since a version."""
     return tensor_version(bias) == version != UNTRACKED_VERSION
 
 
 def is_device_mask(allowed: Tensor | Collection[int] | None) -> bool:
-    """Whether a mask is where it cannot be packed with what else a row brings along."""
+    """Whether a mask is on a device, where the host cannot pack it into the upload."""
     return isinstance(allowed, Tensor) and allowed.device.type != "cpu"
 
 
@@ -301,14 +302,14 @@ LAST_ITEM = itemgetter(-1)
 
 
 class RowHeaders(NamedTuple):
-    """The heads of some rows (rows, HEAD), and how many words are sent before `more`."""
+    """The headers of some rows (rows, HEADER_WORDS), and how many words precede `extra` in the upload."""
 
     words: NDArray[np.int64]
     num_words: int
 
 
 class CountedRow(NamedTuple):
-    """A row whose penalised tokens are listed on the device."""
+    """A row whose penalised tokens are counted on the device."""
 
     row: int
     counts: DeviceTokenCounts
@@ -324,7 +325,7 @@ class HistoryRow(NamedTuple):
 
 
 class LastTokenWriter:
-    """The last token of each text, in one column. They are packed first, because numpy is slow with lists."""
+    """Writes the last token of each text into one column; packed first, because numpy is slow with lists."""
 
     def __init__(
         self, headers: RowHeaders, row_numbers: list[int], column: int, histories: list[list[int]]
@@ -344,9 +345,9 @@ class LastTokenWriter:
 
 
 class PenaltyWriter:
-    """Penalised tokens: which one joined the list of each text, and which one left it.
+    """Writes which token entered the counts of each text, and which one left them.
 
-    What can be said of the next token before it is known is written as soon as the device has enough to do.
+    What does not depend on the next token is written right after a launch, while the device works.
     """
 
     def __init__(self, headers: RowHeaders, members: Sequence[CountedRow]) -> None:
@@ -361,7 +362,7 @@ class PenaltyWriter:
         self._capacity_left = 0
 
     def write(self, grew_by_one: bool, extra: array[int]) -> None:
-        """Say what became of the lists; `grown` if every text is one token longer than before."""
+        """Write the words; `grew_by_one` if every text is one token longer than before."""
         if grew_by_one and self._capacity_left > 0:
             self._last_token_writer.write()
             if self._empty_windows:
@@ -375,7 +376,7 @@ class PenaltyWriter:
         self._capacity_left = 0
 
     def after_send(self) -> None:
-        """What was written is on its way."""
+        """Prepare the next write; what was written was uploaded."""
         for counts, history in zip(self._counts, self._histories, strict=True):
             counts.synced_length = len(history)
         if self._capacity_left > 0:
@@ -389,13 +390,13 @@ class PenaltyWriter:
 
 
 class DecayWriter:
-    """Penalised tokens whose strengths change with every token."""
+    """Writes the penalised tokens of rows whose penalties decay, which change with every token."""
 
     def __init__(self, headers: RowHeaders, members: Sequence[tuple[int, SamplerState, PenaltyRule]]) -> None:
         self._headers, self._members = headers, members
 
     def write(self, extra: array[int]) -> None:
-        """Say which tokens, how often and how strongly."""
+        """Write the tokens, their counts and their strengths."""
         for row, state, rule in self._members:
             terms = state.penalty_terms(rule)
             self._headers.words[row, DECAY_OFFSET : DECAY_OFFSET + 2] = (
@@ -408,7 +409,7 @@ class DecayWriter:
 
 
 class HistoryWriter:
-    """What DRY searches: which token each text ends with now."""
+    """Writes the texts that DRY searches: their new last tokens."""
 
     def __init__(self, headers: RowHeaders, members: Sequence[HistoryRow]) -> None:
         self._words, self._members = headers.words, members
@@ -420,7 +421,7 @@ class HistoryWriter:
         self._capacity_left = 0
 
     def write(self, grew_by_one: bool) -> None:
-        """Say how the texts end; `grown` if every text is one token longer than before."""
+        """Write the words; `grew_by_one` if every text is one token longer than before."""
         if grew_by_one and self._capacity_left > 0:
             self._last_token_writer.write()
             return
@@ -430,7 +431,7 @@ class HistoryWriter:
         self._capacity_left = 0
 
     def after_send(self) -> None:
-        """What was written is on its way."""
+        """Prepare the next write; what was written was uploaded."""
         for device_history, history in zip(self._device_histories, self._histories, strict=True):
             device_history.synced_length = len(history)
         self._capacity_left = (
@@ -442,14 +443,14 @@ class HistoryWriter:
 
 
 class MaskWriter:
-    """Which tokens a row allows; told anew for each token."""
+    """Writes the allowed tokens of rows that have a mask, for each token again."""
 
     def __init__(self, headers: RowHeaders, requests: Sequence[SamplingRequest], width: int) -> None:
         self._headers, self._requests, self._width = headers, requests, width
         self._written = False
 
     def write(self, has_masks: bool, extra: array[int]) -> bool:
-        """Say where the bits of each row's mask are, if rows are `masked`; whether there are any."""
+        """Write where the bits of each row's mask are; whether any row has one."""
         words, size = self._headers
         if self._written:
             words[:, ALLOWED_OFFSET] = 0
@@ -463,7 +464,7 @@ class MaskWriter:
 
 
 class MuWriter:
-    """Where mirostat's targets are, and where they will be."""
+    """Writes the addresses of mirostat's targets."""
 
     def __init__(
         self, headers: RowHeaders, members: Sequence[tuple[int, StepState]], device: torch.device
@@ -476,7 +477,7 @@ class MuWriter:
         self._last_records: list[StateRecord] = []
 
     def write(self, grew_by_one: bool, positions: Sequence[int]) -> None:
-        """Say where the target for each position is; `grown` if all are the next ones."""
+        """Write the address of the target for each position; `grew_by_one` if each is the next position."""
         if grew_by_one and all(
             map(is_, [previous_mus[-1] for previous_mus in self._mu_histories], self._last_records)
         ):
@@ -500,13 +501,13 @@ class MuWriter:
         return mus.data_ptr()
 
     def after_send(self, positions: Sequence[int], mus: Tensor) -> None:
-        """Remember where the targets will be, and say so for the next tokens."""
+        """Record the new targets, and write their addresses for the next tokens."""
         self._last_records = [state.record(positions[row], mus, row) for row, state in self._members]
         self._words[self._rows, MU_OFFSET] = mus.data_ptr() + self._offsets
 
 
 def row_index(row_numbers: list[int], headers: RowHeaders) -> slice | list[int]:
-    """Some rows as an index; all of them are quicker to write."""
+    """Some rows as an index; a slice, which is faster, if it is all of them."""
     return slice(None) if len(row_numbers) == len(headers.words) else row_numbers
 
 
@@ -536,7 +537,7 @@ POSITION_OFFSET, BLOCKED_OFFSET = HEADER_OFFSETS["seed"] + 1, HEADER_OFFSETS["bl
 
 
 class KernelGroup:
-    """Some rows of a batch, all in one lane."""
+    """The rows of a batch that one kernel variant serves."""
 
     def __init__(
         self,
@@ -547,9 +548,9 @@ class KernelGroup:
         row_params: Sequence[RowParams],
         builder: RowParamsBuilder,
     ) -> None:
-        """Rows with the places of their logits, and their seats; `wanted` top tokens are asked for."""
+        """`batch_indices` are those of the rows' logits; `num_top` top tokens are requested."""
         self.batch_indices = batch_indices
-        self._row_params = row_params  # what their words point to must live
+        self._row_params = row_params  # keeps alive what the headers point to
         count = len(requests)
         blocked = [token for params in row_params for token in params.blocked_ids]
         self._packed = np.empty(count * HEADER_WORDS + len(blocked), np.int64)
@@ -574,7 +575,7 @@ class KernelGroup:
     def _create_writers(
         self, requests: Sequence[SamplingRequest], row_params: Sequence[RowParams], builder: RowParamsBuilder
     ) -> None:
-        """What writes the features that the rows use."""
+        """Create the writers of what the rows use."""
         headers, members = RowHeaders(self._headers, len(self._packed)), list(enumerate(row_params))
         counted = [
             CountedRow(i, params.token_counts, requests[i].state.history)
@@ -610,7 +611,7 @@ class KernelGroup:
         has_masks: bool,
         output: OutputBuffer,
     ) -> KernelOutput:
-        """Have a token written for each row, from logits of the whole batch; `masked` if any has a mask."""
+        """Launch the kernels for the rows, on the whole batch's logits; `has_masks` if any row has a mask."""
         positions = list(map(len, self._histories))
         grew_by_one = positions == self._next_positions
         if not grew_by_one:
@@ -634,11 +635,11 @@ class KernelGroup:
         return kernel_output
 
     def select_own(self, values: Tensor) -> Tensor:
-        """The rows' own of what is known of the whole batch."""
+        """The rows' values, of the whole batch's."""
         return values[torch.tensor(self.batch_indices).to(values.device, non_blocking=True)]
 
     def _after_launch(self, positions: list[int], mus: Tensor) -> None:
-        """Make ready for the next tokens, now that the device has enough to do."""
+        """Prepare for the next tokens, while the device works."""
         self._headers[:, POSITION_OFFSET] += 1
         self._next_positions = [position + 1 for position in positions]
         if self._penalty_writer is not None:
@@ -653,10 +654,10 @@ class KernelGroup:
 
 
 class GpuBatch:
-    """Rows as they were seated: the parties they make, and the places of those that no kernel serves.
+    """The rows of a batch in groups by kernel variant, and the indices of those that torch must sample.
 
-    `largest` if every row is answered by its largest logit alone; then there are no parties. `masked` if any
-    row has a mask now.
+    `all_greedy_only` says that each row's largest logit is its answer; then there are no groups. `has_masks`
+    says that a row has a mask now.
     """
 
     def __init__(
@@ -719,7 +720,7 @@ class GpuBatch:
         self.may_overflow = any(variant.full_vocab and variant.all_steps for variant in variants)
 
     def is_current(self, requests: Sequence[SamplingRequest]) -> bool:
-        """Whether rows are those that were seated, in this order, and nothing changed but that texts grew."""
+        """Whether requests are those of the batch, in its order, and nothing changed but that texts grew."""
         if list(requests) != self._rows:
             return False
         for request in self._rows_with_own_history:
@@ -748,7 +749,7 @@ class GpuBatch:
 
 
 class GpuSampler:
-    """Serves batches by kernels."""
+    """Samples batches with the kernels."""
 
     def __init__(self, vocabulary: SamplerVocabulary) -> None:
         self._vocabulary = vocabulary
@@ -756,12 +757,12 @@ class GpuSampler:
         self.reset()
 
     def reset(self) -> None:
-        """Remember nothing, neither of rows nor of what is on a device."""
+        """Forget the batch and everything on the device."""
         self._batch: GpuBatch | None = None
         self._cached_rows: WeakKeyDictionary[SamplerState, RowParams] = WeakKeyDictionary()
 
     def prepare(self, requests: Sequence[SamplingRequest], width: int, device: torch.device) -> GpuBatch:
-        """The batch that some rows make; the one before if it still stands."""
+        """The batch of some requests; the previous one if it is current."""
         placement = (width, device, raw_stream(device))
         if placement != self._placement:
             self.reset()
@@ -781,9 +782,9 @@ class GpuSampler:
     def launch(
         self, x: Tensor, batch: GpuBatch
     ) -> tuple[list[tuple[list[int], DrawnTokens]], HostTokens | None]:
-        """The tokens of a batch's parties, each with their places, from its logits (rows, width).
+        """The tokens of a batch's groups, each with its batch indices, from logits (rows, width).
 
-        They come as one part, told to the host, too, unless rows are left for others or several parties have
+        They come as one part, and as host tokens too, unless torch samples other rows or several groups have
         top tokens.
         """
         kernels, staging_ring, has_masks = self._kernels, self._staging_ring, batch.has_masks
@@ -798,7 +799,7 @@ class GpuSampler:
                 ]
             kernels.record_done()
         except BaseException:
-            self.reset()  # what was packed for the device may never have reached it
+            self.reset()  # the device may not have received what was packed for it
             raise
         tokens, probs = output.tokens, output.probs
         if batch.fallback_rows or (batch.num_top and len(outputs) > 1):
@@ -819,7 +820,7 @@ class GpuSampler:
         return [([], DrawnTokens(tokens, probs, *tops))], output.host_tokens
 
     def _row_params(self, requests: Sequence[SamplingRequest]) -> list[RowParams]:
-        """A seat for each row: the one it had if that holds."""
+        """The parameters of each request: those it had if they are still valid."""
         row_params: list[RowParams] = []
         used_states: set[SamplerState] = set()
         for request in requests:
@@ -829,7 +830,7 @@ class GpuSampler:
             state = request.state
             params = (
                 self._cached_rows.get(state) if state not in used_states else None
-            )  # a list moves once in a step
+            )  # a state's device lists advance once in a step
             if params is None or not params.is_valid(request):
                 params = self._params_builder.build(request, params)
                 if state not in used_states:
@@ -844,12 +845,12 @@ def _any_masked(requests: Sequence[SamplingRequest]) -> bool:
 
 
 def _is_greedy_only(request: SamplingRequest, params: RowParams) -> bool:
-    """Whether a row is answered by its largest logit alone."""
+    """Whether a row's largest logit is its answer."""
     return params.compiled.greedy_only and not params.edits_logits and request.allowed is None
 
 
 def _has_own_history(request: SamplingRequest, compiled: CompiledSettings) -> bool:
-    """Whether a row's text is somebody else's, and matters."""
+    """Whether a request brings its own text, and its settings read it."""
     return request.history is not None and (
         compiled.penalty_rule is not None or compiled.dry_rule is not None
     )

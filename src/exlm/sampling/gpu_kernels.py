@@ -1,7 +1,7 @@
-"""Fused: a batch picked by two kernels on a GPU. How they are launched, and the memory they work in.
+"""Launches of the sampling kernels (one edits logits, one draws), and the memory they work in.
 
-`pipeline.py` says what is right and takes the rows that have no lane here, and all rows where Triton is
-missing. What is launched for which rows, and with which words, is decided in `desk.py` and `party.py`.
+`sampler` and `steps` define what is right; torch samples the rows that no kernel variant serves, and all rows
+where Triton is missing. `gpu_batch` decides what is launched for which rows, with which header words.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS_BEFORE_MIROSTAT = frozenset({"tfs", "typical"})
 
 
 class SamplingKernelVariant(NamedTuple):
-    """Which kernel a row needs: how many candidates it sorts, for rows without top-k, with every step."""
+    """Which kernel serves a row: the candidates it sorts, whether without top-k, whether with all steps."""
 
     sort_size: int
     full_vocab: bool
@@ -70,24 +70,24 @@ def variant_of(compiled: CompiledSettings, width: int, num_top: int) -> Sampling
 
 @lru_cache(maxsize=64)
 def param_table(plans: tuple[CompiledSettings, ...], device: torch.device) -> Tensor:
-    """The numbers of some plans (rows, TABLE) in float64; kept, because the next step asks for the same."""
+    """The parameters of some rows (rows, PARAM_WIDTH) in float64; cached for the next step."""
     rows = torch.tensor([compiled.kernel_row for compiled in plans], dtype=torch.float64)
     return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
 
 
-BUFFERS_PER_BLOCK = 32  # cut at a time
+BUFFERS_PER_BLOCK = 32  # allocated at a time
 ALIGN_ELEMENTS = 16  # numbers after which an address is a multiple of 16 bytes
 
 
 def allocate_buffers(count: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
-    """Memory for SHEETS times this many numbers (SHEETS, more), whose rows are aligned."""
+    """Memory (BUFFERS_PER_BLOCK, count or more), whose rows are aligned."""
     padded = -(-count // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
     with torch.inference_mode(False):  # it outlives the call that it is made in
         return torch.empty(BUFFERS_PER_BLOCK, padded, dtype=dtype, device=device, pin_memory=pinned)
 
 
 class HostTokens:
-    """Tokens (rows,) that the device writes into the host's memory; to be read after the event."""
+    """Tokens (rows,) that the device writes into host memory; valid after the event."""
 
     __slots__ = ("_event", "_tokens")
 
@@ -111,7 +111,7 @@ def copy_to_host(tokens: Tensor) -> HostTokens:
 
 
 class OutputBuffer(NamedTuple):
-    """Memory for the tokens of a batch, their probabilities, and the tokens once more, for the host."""
+    """Memory for the tokens of a batch, their probabilities, and a copy of the tokens on the host."""
 
     tokens: Tensor
     probs: Tensor
@@ -121,19 +121,19 @@ class OutputBuffer(NamedTuple):
 
 
 class OutputBufferPool:
-    """Sheets for batches of one size, on one stream of a device; `event` is recorded after each use."""
+    """Output buffers for batches of one size, on one stream; `event` is recorded after each use."""
 
     def __init__(self, count: int, device: torch.device, event: Any) -> None:
         self._count, self._device, self._event = count, device, event
         self._unused: list[OutputBuffer] = []
 
     def next(self) -> OutputBuffer:
-        """One that nobody else has."""
+        """A buffer that is not in use."""
         self.refill()
         return self._unused.pop()
 
     def refill(self) -> None:
-        """Have some ready; best done while the device has enough to do."""
+        """Allocate some if none is left; best done while the device works."""
         if not self._unused:
             self._allocate()
 
@@ -153,14 +153,14 @@ class OutputBufferPool:
 
 
 class MuBufferPool:
-    """Sheets for mirostat's targets (rows,)."""
+    """Buffers for mirostat's targets (rows,)."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count, self._device = count, device
         self._unused: list[Tensor] = []
 
     def next(self) -> Tensor:
-        """One that nobody else has."""
+        """A buffer that is not in use."""
         if not self._unused:
             block = allocate_buffers(self._count, torch.float64, self._device)
             self._unused.extend(block[:, : self._count].unbind())
@@ -169,25 +169,22 @@ class MuBufferPool:
 
 MIN_BUFFER_WORDS = 1024
 WORD_BYTES = 8  # bytes
-BUFFERS_PER_CHUNK = 8  # buffers for which it is asked at once whether they have arrived
-MAX_CHUNK_WORDS = 1 << 16  # words in a bundle of more than one
+BUFFERS_PER_CHUNK = 8  # buffers that share an event
+MAX_CHUNK_WORDS = 1 << 16  # words in a chunk of more than one buffer
 
 WordArray = NDArray[np.int64]
 
 
 class StagingRing:
-    """Sends int64 words to one device, for work that is queued on one stream.
-
-    What is sent replaces what was sent before, when the device comes to it.
-    """
+    """Uploads int64 words to one device, in the order of one stream; an upload replaces the one before."""
 
     def __init__(self, device: torch.device, stream: int = 0) -> None:
-        """To a device, on the current stream, whose handle is given."""
+        """For a device and the current stream, whose handle is given."""
         self._device, self._stream = device, stream
         self._rings_by_size: dict[int, _SizedRing] = {}
 
     def upload(self, words: WordArray, extra: array[int]) -> Tensor:
-        """Words and some more on the device, in one tensor that may be longer."""
+        """Both, one after the other, on the device, in one tensor that may be longer."""
         count = words.size + len(extra)
         size = max(MIN_BUFFER_WORDS, 1 << (count - 1).bit_length())
         ring = self._rings_by_size.get(size)
@@ -197,7 +194,7 @@ class StagingRing:
 
 
 class _PinnedChunk:
-    """Some buffers on the host, each with its words as numpy has them, and the event that all arrived."""
+    """Pinned buffers with their numpy views and addresses, and the event that all were copied."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         count = max(1, min(BUFFERS_PER_CHUNK, MAX_CHUNK_WORDS // size))
@@ -211,7 +208,7 @@ class _PinnedChunk:
 
 
 class _SizedRing:
-    """Buffers of one size: one on the device, and as many on the host as are on their way at a time."""
+    """Buffers of one size: one on the device, and as many on the host as are being copied at a time."""
 
     def __init__(self, size: int, device: torch.device, stream: int) -> None:
         self._size, self._pinned = size, device.type == "cuda"
@@ -237,7 +234,7 @@ class _SizedRing:
         if extra:
             values[count : count + len(extra)] = np.frombuffer(extra, np.int64)
             count += len(extra)
-        # Without torch's preparations; what the driver refuses, torch does, or says why not.
+        # The driver's call has less overhead than torch's; if it fails, torch copies, or raises.
         if self._memcpy_h2d is None or self._memcpy_h2d(
             self._device_address, host_address, count * WORD_BYTES, self._stream
         ):
@@ -249,7 +246,7 @@ class _SizedRing:
         return self._device_buffer
 
     def _reusable_chunk(self) -> _PinnedChunk:
-        """The buffers sent longest ago if they have arrived, else new ones."""
+        """The chunk that was copied longest ago, if it is free, else a new one."""
         return self._in_flight.popleft() if self._in_flight[0].is_free() else self._new_chunk()
 
     def _new_chunk(self) -> _PinnedChunk:
@@ -261,15 +258,13 @@ class _SizedRing:
         return chunk
 
 
-EDIT_PROGRAMS = 256  # that edit at a time, about: two for each multiprocessor of a large GPU
-EDIT_TILE = 4096  # columns that one of them loads at a time
-DRAW_TILE = (
-    16384  # columns loaded by a program that picks: what it takes to keep a multiprocessor's memory busy
-)
-CANDIDATE_TILE = 4096  # candidates looked at a time
+EDIT_PROGRAMS = 256  # of the editing kernel at a time: about two for each multiprocessor of a large GPU
+EDIT_TILE = 4096  # columns that such a program loads at a time
+DRAW_TILE = 16384  # columns that a drawing program loads at a time: keeps a multiprocessor's memory busy
+CANDIDATE_TILE = 4096  # candidates that it looks at together
 NUM_WARPS = 16
 TOP_K_NUM_WARPS = 8  # for rows with top-k: what they sort is little, and warps wait for each other
-MAX_CACHED_PLANS = 32  # kinds of work that are kept ready, and sizes of answers
+MAX_CACHED_PLANS = 32  # launch plans, and output pools
 
 
 @lru_cache(maxsize=1)
@@ -283,8 +278,8 @@ def has_kernels_for(device: torch.device) -> bool:
 
 
 class SamplingLaunchKey(NamedTuple):
-    """What is to be done: for how many rows, their lane and top tokens; whether logits or targets change, and
-    whether texts are searched."""
+    """What a launch plan depends on: rows, kernel variant and top tokens; whether logits are edited,
+    mirostat's targets are updated and DRY searches texts."""
 
     num_rows: int
     variant: SamplingKernelVariant
@@ -295,7 +290,7 @@ class SamplingLaunchKey(NamedTuple):
 
 
 class SamplingLaunchPlan(NamedTuple):
-    """One kind of work made ready: its launches, and the copy of the logits that the first one makes."""
+    """Prepared launches, and the copy of the logits that the first one makes."""
 
     edit_launch: KernelLaunch
     draw_launch: KernelLaunch
@@ -304,7 +299,7 @@ class SamplingLaunchPlan(NamedTuple):
 
 
 class KernelOutput(NamedTuple):
-    """What is known of some rows besides their tokens: mirostat's targets, top tokens, and those' p."""
+    """Results of some rows besides their tokens: mirostat's targets, top tokens and their probabilities."""
 
     mus: Tensor
     top_tokens: Tensor | None = None
@@ -312,7 +307,7 @@ class KernelOutput(NamedTuple):
 
 
 class SamplingKernels:
-    """The kernels on one device and the memory they need, which is kept. For one stream."""
+    """The kernels on one device and their memory, which is kept. For one stream."""
 
     def __init__(self, width: int, device: torch.device, stream: int = 0) -> None:
         """For logits of this many columns, on the current stream, whose handle is given."""
@@ -344,13 +339,13 @@ class SamplingKernels:
         return pool.next()
 
     def record_done(self) -> None:
-        """All that a batch needs is launched: after that its sheet can be read."""
+        """Record that all kernels of a batch are launched: after this event its output can be read."""
         if self._done_event is not None:
             self._done_event.record(self._torch_stream)
         self._last_pool.refill()
 
     def greedy(self, x: Tensor, output: OutputBuffer) -> None:
-        """Write down the largest logit of every row (rows, width)."""
+        """Write the token of the largest logit of every row (rows, width) to the output."""
         count = x.shape[0]
         launch = self._greedy_launches.get(count)
         if launch is None:
@@ -363,9 +358,10 @@ class SamplingKernels:
     def draw(
         self, x: Tensor, table: Tensor, words: Tensor, key: SamplingLaunchKey, output: OutputBuffer
     ) -> KernelOutput:
-        """Write down a token for each row of a table, in its place in the batch, from logits (rows, width).
+        """Draw a token for each row of a table from the batch's logits (rows, width), into its row of the
+        output.
 
-        Those are not changed.
+        The logits are not changed.
         """
         plan = self._launch_plans.get(key) or self._build_launch_plan(key)
         stride, input_addresses = x.stride(0), (table.data_ptr(), words.data_ptr())
@@ -384,7 +380,7 @@ class SamplingKernels:
         )
 
     def _build_launch_plan(self, key: SamplingLaunchKey) -> SamplingLaunchPlan:
-        """How work is cut up, and the memory that its programs share."""
+        """Choose the grid, and allocate the memory that the programs share."""
         count, variant, num_top, edits_logits, _, uses_dry = key
         width, sort_size = self.width, variant.sort_size
         tiles = -(-width // EDIT_TILE)

@@ -43,15 +43,6 @@ class LogitsEdits:
     dry_costs: dict[int, float]
     allowed: Tensor | Collection[int] | None
 
-    def __bool__(self) -> bool:
-        return bool(
-            self.penalties is not None
-            or self.blocked
-            or self.bias is not None
-            or self.dry_costs
-            or self.allowed is not None
-        )
-
 
 NO_EDITS = LogitsEdits(None, (), None, {}, None)
 
@@ -65,7 +56,7 @@ def check_bias(bias: Tensor, width: int) -> None:
 def compute_edits(
     request: SamplingRequest, compiled: CompiledSettings, vocabulary: SamplerVocabulary, width: int
 ) -> LogitsEdits:
-    """What a row's settings and text ask to change; `width` counts the tokens."""
+    """What a row's settings and text ask to change, NO_EDITS for nothing; `width` counts the tokens."""
     bias = request.settings.token_bias
     needs_history = compiled.penalty_rule is not None or compiled.dry_rule is not None
     if not needs_history and bias is None and request.allowed is None and not request.blocked:
@@ -83,6 +74,14 @@ def compute_edits(
             else compiled.dry_rule.breaker_ids
         )
         dry_costs = request.state.dry_costs(compiled.dry_rule, breaker_ids, width)
+    if (
+        penalties is None
+        and not dry_costs
+        and not request.blocked
+        and bias is None
+        and request.allowed is None
+    ):
+        return NO_EDITS
     return LogitsEdits(penalties, request.blocked, bias, dry_costs, request.allowed)
 
 
@@ -98,7 +97,8 @@ def apply_edits(x: Tensor, edits: Sequence[LogitsEdits]) -> None:
     ]
     if blocked:
         flat.index_fill_(0, _to_device_of(torch.tensor(blocked), x), BLOCKED_LOGIT)
-    _add_bias(x, edits)
+    if any([edit.bias is not None for edit in edits]):
+        _add_bias(x, edits)
     dry_costs = [
         (row * width + t, cost) for row, edit in enumerate(edits) for t, cost in edit.dry_costs.items()
     ]

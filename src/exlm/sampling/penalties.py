@@ -51,8 +51,8 @@ class WindowCounts:
 
     def __init__(self) -> None:
         self.start = self.end = 0
-        self._ids = array("q")
-        self._counts = array("f")
+        self.ids = array("q")
+        self.counts = array("f")
         self._slots: dict[int, int] = {}
 
     def move_to(self, ids: Sequence[int], start: int, end: int) -> None:
@@ -79,35 +79,31 @@ class WindowCounts:
     def clear(self, start: int = 0) -> None:
         """Count nothing, from this position on."""
         self.start = self.end = start
-        del self._ids[:], self._counts[:]
+        del self.ids[:], self.counts[:]
         self._slots.clear()
 
-    def snapshot(self) -> tuple[array[int], array[float]]:
-        """The distinct tokens and their counts, now."""
-        return self._ids[:], self._counts[:]
-
     def slot(self, token: int) -> int | None:
-        """Where a token stands in `copies()`."""
+        """Where a token stands in `ids`."""
         return self._slots.get(token)
 
     def _add(self, token: int) -> None:
         slot = self._slots.get(token)
         if slot is None:
-            slot = self._slots[token] = len(self._ids)
-            self._ids.append(token)
-            self._counts.append(1.0)
+            slot = self._slots[token] = len(self.ids)
+            self.ids.append(token)
+            self.counts.append(1.0)
         else:
-            self._counts[slot] += 1.0
+            self.counts[slot] += 1.0
 
     def _remove(self, token: int) -> None:
         slot = self._slots[token]
-        self._counts[slot] -= 1.0
-        if self._counts[slot] > 0:
+        self.counts[slot] -= 1.0
+        if self.counts[slot] > 0:
             return
         del self._slots[token]
-        last_id, last_count = self._ids.pop(), self._counts.pop()
+        last_id, last_count = self.ids.pop(), self.counts.pop()
         if last_id != token:
-            self._ids[slot], self._counts[slot] = last_id, last_count
+            self.ids[slot], self.counts[slot] = last_id, last_count
             self._slots[last_id] = slot
 
 
@@ -126,7 +122,7 @@ class PenaltyWindow:
         """The tokens of the text that a rule penalises."""
         start = 0 if rule.sustain is None else max(0, len(ids) - rule.sustain)
         self._window_counts.move_to(ids, start, len(ids))
-        tokens, counts = self._window_counts.snapshot()
+        tokens, counts = self._window_counts.ids[:], self._window_counts.counts[:]
         if rule.decay == 0 or start == 0:
             return PenaltyTerms(tokens, None, counts)
         return self._with_decay(ids, rule.decay, tokens, counts)

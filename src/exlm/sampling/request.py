@@ -66,7 +66,7 @@ class SamplingRequest:
     @property
     def position(self) -> int:
         """The position of the token that is to be sampled."""
-        return len(self.state) if self.history is None else len(self.history)
+        return len(self.state.history if self.history is None else self.history)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ..sampler_chain import STATEFUL_STEPS, STEPS_BY_STAGE
 from . import gpu_kernels
 from .candidates import (
     STEPS_NEEDING_SORT,
+    BatchParams,
     Candidates,
     all_candidates_in_chunks,
     batch_params,
@@ -34,11 +35,11 @@ from .candidates import (
 from .draw import DrawnTokens, draw_from_candidates, draw_from_full_vocab, greedy_output
 from .gpu_batch import GpuSampler
 from .gpu_kernels import HostTokens, copy_to_host
-from .logits_processors import LogitsEdits, apply_edits, check_bias, compute_edits, mix_logits
+from .logits_processors import NO_EDITS, LogitsEdits, apply_edits, check_bias, compute_edits, mix_logits
 from .params import CompiledSettings
 from .request import SamplerOutput, SamplingRequest
 from .settings import Settings
-from .steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES, StepRows
+from .steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES, StepRows, Task, TaskGroup
 from .vocabulary import SamplerTokenizer, SamplerVocabulary
 
 _NO_DEVICE_SWITCH = nullcontext()
@@ -64,6 +65,7 @@ class Sampler:
         self.kernels = kernels
         self.vocabulary = SamplerVocabulary(tokenizer, vocab_size)
         self._gpu_sampler = GpuSampler(self.vocabulary)
+        self._has_kernels: dict[torch.device, bool] = {}
 
     def launch(self, logits: Tensor, requests: Sequence[SamplingRequest]) -> PendingOutput:
         """Start choosing a token for every request from logits (rows, vocab), two rows if it uses CFG.
@@ -74,7 +76,10 @@ class Sampler:
         InputError before anything is done. Requests must not change before `wait`.
         """
         device = logits.device
-        if requests and self.kernels and gpu_kernels.has_kernels_for(device) and logits.dim() == 2:
+        has_kernels = self._has_kernels.get(device)
+        if has_kernels is None:
+            has_kernels = self._has_kernels[device] = gpu_kernels.has_kernels_for(device)
+        if requests and has_kernels and self.kernels and logits.dim() == 2:
             with _device_context(device):
                 return self._launch_kernels(
                     logits.detach() if logits.requires_grad else logits, requests, device
@@ -172,8 +177,8 @@ class Sampler:
                 f"logits must be floating point of shape ({num_rows}, vocab) for these rows, "
                 f"found {logits.dtype} {tuple(shape)}."
             )
-        width = self.vocabulary.width(shape[1])
-        x = logits if width == shape[1] else logits[:, :width]
+        size = self.vocabulary.size
+        x = logits if size is None or size >= shape[1] else logits[:, :size]
         if x.dtype != torch.float32:
             x = x.float()
         return x if x.stride(1) == 1 else x.contiguous()
@@ -208,14 +213,15 @@ class Sampler:
             x = x.clone(memory_format=torch.contiguous_format)
         if edits_logits:
             apply_edits(x, [task.edits for task in group])
-            apply_logits_steps(x, group, self.vocabulary)
+            if any([task.compiled.logits_steps for task in group]):
+                apply_logits_steps(x, group, self.vocabulary)
         return sample_group(x, group, self.vocabulary, num_top)
 
 
 class PendingOutput:
     """The tokens of a batch that is launched, perhaps not computed yet."""
 
-    __slots__ = ("_drawn", "_host_tokens", "_requests", "_sampler", "saved_logits")
+    __slots__ = ("_drawn", "_host_tokens", "_requests", "_sampler", "saved_logits", "tokens")
 
     def __init__(
         self,
@@ -228,11 +234,8 @@ class PendingOutput:
         """Without `host_tokens` the host reads `drawn`; with `saved_logits` rows may be drawn again."""
         self._sampler, self._requests, self._drawn = sampler, requests, drawn
         self._host_tokens, self.saved_logits = host_tokens, saved_logits
-
-    @property
-    def tokens(self) -> Tensor:
+        self.tokens = drawn.tokens
         """The tokens (rows,) as int64 on the logits' device; negative ones are failures."""
-        return self._drawn.tokens
 
     def wait(self) -> SamplerOutput:
         """The tokens on the host; waits for the sampler's work and not for what was queued after it.
@@ -302,7 +305,8 @@ GroupKey = tuple[SearchKind, bool, bool, bool]
 class SamplingTask(NamedTuple):
     """A row of the batch with what its settings amount to.
 
-    Tasks with the same `group_key` are worked on together.
+    Tasks with the same `group_key`, which begins with `search_kind` and `edits_logits`, are worked on
+    together.
     """
 
     batch_index: int
@@ -310,17 +314,17 @@ class SamplingTask(NamedTuple):
     compiled: CompiledSettings
     edits: LogitsEdits
     log_prob_floor: float
+    search_kind: SearchKind
+    edits_logits: bool
     group_key: GroupKey
 
-    @property
-    def search_kind(self) -> SearchKind:
-        """How candidates are found."""
-        return self.group_key[0]
 
-    @property
-    def edits_logits(self) -> bool:
-        """Whether the row's logits change before they become probabilities."""
-        return self.group_key[1]
+def task_group(
+    tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int, device: torch.device
+) -> TaskGroup:
+    """Tasks of one group; `width` counts the tokens."""
+    params = batch_params([task.compiled for task in tasks], device)
+    return TaskGroup(tasks, params, vocabulary, width, device)
 
 
 def make_task(
@@ -338,8 +342,9 @@ def make_task(
         initial = STATEFUL_STEPS["mirostat"](compiled.params)
         mu = float(request.state.step_state("mirostat").at(request.position, initial, device))
     search = _search_for if mu is None else _search_for.__wrapped__  # no two targets are alike
-    floor, group_key = search(compiled, width, can_sync, mu, bool(edits or compiled.logits_steps))
-    return SamplingTask(batch_index, request, compiled, edits, floor, group_key)
+    edits_logits = edits is not NO_EDITS or bool(compiled.logits_steps)
+    floor, group_key = search(compiled, width, can_sync, mu, edits_logits)
+    return SamplingTask(batch_index, request, compiled, edits, floor, group_key[0], edits_logits, group_key)
 
 
 @lru_cache(maxsize=1024)
@@ -373,21 +378,23 @@ def sample_group(
 
     Rows without a usable logit get a negative token.
     """
+    group = task_group(tasks, vocabulary, x.shape[1], x.device)
     if tasks[0].search_kind == "greedy":
         top, output = greedy_output(x, num_top)
-        update_states(None, output, tasks, vocabulary, x.shape[1])
+        update_states(group, None, output)
         output.tokens = mark_failures(top, output.tokens)
         return output
     maxima = block_maxima(x)
     top = maxima.amax(-1, keepdim=True)
     if tasks[0].search_kind == "unfiltered" and x.shape[1] > SMALL_VOCAB:
-        params = batch_params([task.compiled for task in tasks], x.device)
-        output = draw_from_full_vocab(x, top, params, uniforms_for(tasks, x.device), num_top)
+        output = draw_from_full_vocab(x, top, group.params, uniforms_for(tasks, x.device), num_top)
     else:
-        parts = [
-            (members, _draw(c, [tasks[member] for member in members], num_top, vocabulary, x.shape[1]))
-            for members, c in final_candidates(x, tasks, vocabulary, maxima)
-        ]
+        parts = []
+        for members, c in _find_candidates(x, tasks, group.params, maxima):
+            selected = group if len(members) == len(tasks) else _select(group, members)
+            _apply_steps(c, selected)
+            descending = tasks[0].search_kind == "top_k"  # found in this order on every device
+            parts.append((members, _draw(c, selected, num_top, descending)))
         output = parts[0][1] if len(parts) == 1 else join_groups(parts, x.device)
     output.tokens = mark_failures(top.squeeze(1), output.tokens)
     return output
@@ -397,33 +404,37 @@ def final_candidates(
     x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, maxima: Tensor
 ) -> Iterator[tuple[list[int], Candidates]]:
     """The candidates of rows after every step, some rows at a time, each time with the rows' task indices."""
-    for members, c in _find_candidates(x, tasks, maxima):
-        _apply_steps(c, [tasks[member] for member in members], vocabulary, x.shape[1])
+    group = task_group(tasks, vocabulary, x.shape[1], x.device)
+    for members, c in _find_candidates(x, tasks, group.params, maxima):
+        _apply_steps(c, _select(group, members))
         yield members, c
 
 
+def _select(group: TaskGroup, members: list[int]) -> TaskGroup:
+    """Some of a group's rows."""
+    tasks = [group.tasks[member] for member in members]
+    params = batch_params([task.compiled for task in tasks], group.device)
+    return group._replace(tasks=tasks, params=params)
+
+
 def _find_candidates(
-    x: Tensor, tasks: Sequence[SamplingTask], maxima: Tensor
-) -> Iterator[tuple[list[int], Candidates]]:
+    x: Tensor, tasks: Sequence[SamplingTask], params: BatchParams, maxima: Tensor
+) -> Iterable[tuple[list[int], Candidates]]:
+    kind = tasks[0].search_kind
     compiled_rows = [task.compiled for task in tasks]
-    params = batch_params(compiled_rows, x.device)
-    if tasks[0].search_kind == "top_k":
-        yield list(range(len(tasks))), top_k_candidates(x, compiled_rows, params, maxima)
-    elif tasks[0].search_kind in ("floor_below_max", "floor_of_total"):
-        yield from candidates_above_floor(
-            x, compiled_rows, params, [task.log_prob_floor for task in tasks], maxima
-        )
-    else:
-        yield from all_candidates_in_chunks(x, range(len(tasks)), compiled_rows)
+    if kind == "top_k":
+        return [(list(range(len(tasks))), top_k_candidates(x, compiled_rows, params, maxima))]
+    if kind in ("floor_below_max", "floor_of_total"):
+        floors = [task.log_prob_floor for task in tasks]
+        return candidates_above_floor(x, compiled_rows, params, floors, maxima)
+    return all_candidates_in_chunks(x, range(len(tasks)), compiled_rows)
 
 
-def _apply_steps(
-    c: Candidates, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int
-) -> None:
-    used = frozenset[str]().union(*[task.compiled.steps for task in tasks])
+def _apply_steps(c: Candidates, group: TaskGroup) -> None:
+    used = frozenset[str]().union(*[task.compiled.steps for task in group.tasks])
     for step in STEPS_BY_STAGE["candidates"]:
         if step in used:
-            CANDIDATES_STEPS[step](c, rows_of(step, tasks, vocabulary, width, c.p.device))
+            CANDIDATES_STEPS[step](c, StepRows(step, group))
 
 
 def apply_logits_steps(x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary) -> None:
@@ -431,52 +442,33 @@ def apply_logits_steps(x: Tensor, tasks: Sequence[SamplingTask], vocabulary: Sam
     used = frozenset[str]().union(*[task.compiled.logits_steps for task in tasks])
     for step in STEPS_BY_STAGE["logits"]:
         if step in used:
-            LOGITS_STEPS[step](x, rows_of(step, tasks, vocabulary, x.shape[1], x.device))
+            LOGITS_STEPS[step](x, StepRows(step, task_group(tasks, vocabulary, x.shape[1], x.device)))
 
 
-def _draw(
-    c: Candidates, tasks: Sequence[SamplingTask], num_top: int, vocabulary: SamplerVocabulary, width: int
-) -> DrawnTokens:
-    device = c.p.device
-    uniforms = uniforms_for(tasks, device)
-    descending: Tensor | bool = tasks[0].search_kind == "top_k"  # found in this order on every device
-    used = frozenset[str]().union(*[task.compiled.steps for task in tasks])
+def _draw(c: Candidates, group: TaskGroup, num_top: int, descending: Tensor | bool) -> DrawnTokens:
+    uniforms = uniforms_for(group.tasks, group.device)
+    used = frozenset[str]().union(*[task.compiled.steps for task in group.tasks])
     for step in STEPS_BY_STAGE["draw"]:
         if step in used:
-            rows = rows_of(step, tasks, vocabulary, width, device)
+            rows = StepRows(step, group)
             uniforms = DRAW_STEPS[step](c, uniforms, rows)
             descending = True if rows.active is None else descending | rows.active
     drawn = draw_from_candidates(c, uniforms, num_top, descending)
-    update_states(c, drawn, tasks, vocabulary, width)
+    if any([task.compiled.stateful_steps for task in group.tasks]):
+        update_states(group, c, drawn)
     return drawn
 
 
-def uniforms_for(tasks: Sequence[SamplingTask], device: torch.device) -> Tensor:
+def uniforms_for(tasks: Sequence[Task], device: torch.device) -> Tensor:
     """The uniform numbers (rows, 1) of some rows."""
     uniforms = [[task.request.state.uniform(task.request.position)] for task in tasks]
     return torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True)
 
 
-def rows_of(
-    step: str, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int, device: torch.device
-) -> StepRows:
-    """Some rows as a step sees them."""
-    compiled = [task.compiled for task in tasks]
-    params = batch_params(compiled, device)
-    return StepRows(step, [task.request for task in tasks], compiled, params, vocabulary, width, device)
-
-
-def update_states(
-    c: Candidates | None,
-    drawn: DrawnTokens,
-    tasks: Sequence[SamplingTask],
-    vocabulary: SamplerVocabulary,
-    width: int,
-) -> None:
+def update_states(group: TaskGroup, c: Candidates | None, drawn: DrawnTokens) -> None:
     """Let drawn tokens move the states of stateful steps; greedy rows have no candidates."""
-    used = frozenset[str]().union(*[task.compiled.stateful_steps for task in tasks])
-    for step in used:
-        rows = rows_of(step, tasks, vocabulary, width, drawn.probs.device)
+    for step in frozenset[str]().union(*[task.compiled.stateful_steps for task in group.tasks]):
+        rows = StepRows(step, group)
         probs = drawn.probs.double().unsqueeze(1)
         rows.record_state(STATE_UPDATES[step](c, drawn.tokens.unsqueeze(1), probs, rows))
 

@@ -82,7 +82,8 @@ class SamplerState:
         """
         self.seed = check_seed(seed)
         self._signed_seed = (self.seed + 2**63) % 2**64 - 2**63
-        self._history: list[int] = list(prompt_ids)
+        self.history: list[int] = list(prompt_ids)
+        """The text; always the same list, changed by the methods below alone."""
         self.rewind_count = 0
         self.version_stamp = VERSION_STAMPS.new_stamp()
         """A new one after every change but appended tokens, drawn numbers and recorded states of steps."""
@@ -96,23 +97,18 @@ class SamplerState:
             self.mirostat_mu = settings.mirostat_mu[0]
 
     def __len__(self) -> int:
-        return len(self._history)
-
-    @property
-    def history(self) -> list[int]:
-        """The text; always the same list, and to be changed by the methods below alone."""
-        return self._history
+        return len(self.history)
 
     def accept(self, token: int) -> None:
         """The text grew by a token."""
-        self._history.append(token)
+        self.history.append(token)
 
     def sync_history(self, ids: Sequence[int]) -> None:
         """Take over what was appended to the text since; a text that became shorter was rewound."""
-        if len(ids) < len(self._history):
+        if len(ids) < len(self.history):
             self.truncate(len(ids))
-        elif len(ids) > len(self._history):
-            self._history.extend(ids[len(self._history) :])
+        elif len(ids) > len(self.history):
+            self.history.extend(ids[len(self.history) :])
 
     def truncate(self, length: int) -> None:
         """Take back every token from this position on.
@@ -125,10 +121,10 @@ class SamplerState:
         for state in self._step_states.values():
             state.truncate(length)
         if self._penalty_window is not None:
-            self._penalty_window.truncate(self._history, length)
+            self._penalty_window.truncate(self.history, length)
         if self._dry_index is not None:
             self._dry_index.truncate(length)
-        del self._history[length:]
+        del self.history[length:]
         self.version_stamp = VERSION_STAMPS.new_stamp()
 
     def uniform(self, position: int) -> float:
@@ -148,13 +144,13 @@ class SamplerState:
         """The tokens of the text that a penalty rule is about."""
         if self._penalty_window is None:
             self._penalty_window = PenaltyWindow()
-        return self._penalty_window.terms(self._history, rule)
+        return self._penalty_window.terms(self.history, rule)
 
     def dry_costs(self, rule: DryRule, breaker_ids: Collection[int], vocab_size: int) -> dict[int, float]:
         """What DRY takes off which tokens."""
         if self._dry_index is None:
             self._dry_index = DryIndex()
-        self._dry_index.extend(self._history[len(self._dry_index) :])
+        self._dry_index.extend(self.history[len(self._dry_index) :])
         return self._dry_index.token_costs(rule, breaker_ids, vocab_size)
 
     def step_state(self, step: str) -> StepState:

@@ -9,9 +9,9 @@ found. Thresholds are inclusive, and met by whatever float32 logits cannot tell 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,66 +29,80 @@ from .request import SamplingRequest
 from .vocabulary import SamplerVocabulary
 
 
-@dataclass(frozen=True, eq=False)
-class StepRows:
-    """The rows of a group as one step sees them: its parameters, which rows use it, and their states."""
+class Task(Protocol):
+    """The part of a row's task that steps read."""
 
-    step: str
-    requests: Sequence[SamplingRequest]
-    compiled: Sequence[CompiledSettings]
+    @property
+    def request(self) -> SamplingRequest: ...
+
+    @property
+    def compiled(self) -> CompiledSettings: ...
+
+
+class TaskGroup(NamedTuple):
+    """Rows that are worked on together, and what their steps read; `width` counts the tokens."""
+
+    tasks: Sequence[Task]
     params: BatchParams
     vocabulary: SamplerVocabulary
     width: int
     device: torch.device
 
-    def __getitem__(self, name: str) -> Tensor:
-        """A parameter of the rows as float64 (rows, 1), or (1, 1) where they agree."""
-        return self.params[name]
 
-    @cached_property
-    def active(self) -> Tensor | None:
-        """Which rows use the step (rows, 1); None if all do."""
-        uses = [
-            self.step in compiled.steps or self.step in compiled.logits_steps for compiled in self.compiled
-        ]
-        return None if all(uses) else torch.tensor(uses).unsqueeze(1).to(self.device, non_blocking=True)
+class StepRows:
+    """The rows of a group as one step sees them: the parameters, which rows use the step, and their states.
+
+    `params` are float64 columns (rows, 1), or (1, 1) where the rows agree. `active` says which rows use the
+    step (rows, 1); None if all do.
+    """
+
+    def __init__(self, step: str, group: TaskGroup) -> None:
+        self.step = step
+        self.params = group.params.columns
+        self.device = group.device
+        self._tasks, self._vocabulary, self._width = group.tasks, group.vocabulary, group.width
+        uses = [step in task.compiled.steps or step in task.compiled.logits_steps for task in group.tasks]
+        self.active = (
+            None if all(uses) else torch.tensor(uses).unsqueeze(1).to(self.device, non_blocking=True)
+        )
 
     @cached_property
     def state(self) -> Tensor:
         """Each row's state of the step (rows, 1), for the token that is to be sampled."""
         initial = STATEFUL_STEPS[self.step]
-        return torch.stack(
-            [
-                request.state.step_state(self.step).at(
-                    request.position, initial(compiled.params), self.device
-                )
-                for request, compiled in zip(self.requests, self.compiled, strict=True)
-            ]
-        ).unsqueeze(1)
+        states = [
+            task.request.state.step_state(self.step).at(
+                task.request.position, initial(task.compiled.params), self.device
+            )
+            for task in self._tasks
+        ]
+        return torch.stack(states).unsqueeze(1)
 
     def record_state(self, values: Tensor) -> None:
         """Remember the states (rows, 1) that the drawn tokens led to, in the rows that use the step."""
         flat = values.squeeze(1)
-        for index, (request, compiled) in enumerate(zip(self.requests, self.compiled, strict=True)):
-            if self.step in compiled.stateful_steps:
-                request.state.step_state(self.step).record(request.position, flat, index)
+        for index, task in enumerate(self._tasks):
+            if self.step in task.compiled.stateful_steps:
+                task.request.state.step_state(self.step).record(task.request.position, flat, index)
 
     def xtc_exempt_mask(self, c: Candidates) -> Tensor | None:
         """Which candidates XTC never excludes (rows, k); None if that is none."""
         sets = [
-            (self.vocabulary.xtc_exempt_ids if compiled.xtc_exempt_ids is None else compiled.xtc_exempt_ids)
-            if self.step in compiled.steps
-            else None
-            for compiled in self.compiled
+            None
+            if self.step not in task.compiled.steps
+            else self._vocabulary.xtc_exempt_ids
+            if task.compiled.xtc_exempt_ids is None
+            else task.compiled.xtc_exempt_ids
+            for task in self._tasks
         ]
         used = [ids for ids in sets if ids is not None]
         if not any(used):
             return None
         if all(ids is used[0] or ids == used[0] for ids in used):
-            mask = self.vocabulary.mask(used[0], self.width, self.device)
+            mask = self._vocabulary.mask(used[0], self._width, self.device)
             return mask.unsqueeze(0) if c.ids is None else mask[c.ids]
         masks = torch.stack(
-            [self.vocabulary.mask(ids or frozenset(), self.width, self.device) for ids in sets]
+            [self._vocabulary.mask(ids or frozenset(), self._width, self.device) for ids in sets]
         )
         return masks if c.ids is None else masks.gather(1, c.ids)
 
@@ -103,7 +117,7 @@ def top_n_sigma(x: Tensor, rows: StepRows) -> None:
     count = counted.sum(-1, keepdim=True).clamp_min(1)
     mean = torch.where(counted, x, 0.0).double().sum(-1, keepdim=True) / count
     variance = torch.where(counted, x - mean, 0.0).square_().sum(-1, keepdim=True) / count
-    limit = rows["top_n_sigma"] * variance.sqrt() * (1.0 + THRESHOLD_TOLERANCE)
+    limit = rows.params["top_n_sigma"] * variance.sqrt() * (1.0 + THRESHOLD_TOLERANCE)
     excluded = x.amax(-1, keepdim=True).double() - x > limit
     x.masked_fill_(excluded if rows.active is None else excluded & rows.active, -torch.inf)
 
@@ -113,7 +127,7 @@ def top_p(c: Candidates, rows: StepRows) -> None:
     c.sort_descending()
     before = c.p.cumsum(-1) - c.p
     c.keep_and_renormalize(
-        before < (rows["top_p"] - THRESHOLD_TOLERANCE).clamp_min(THRESHOLD_TOLERANCE), rows.active
+        before < (rows.params["top_p"] - THRESHOLD_TOLERANCE).clamp_min(THRESHOLD_TOLERANCE), rows.active
     )
 
 
@@ -121,14 +135,14 @@ def top_a(c: Candidates, rows: StepRows) -> None:
     """Tokens with at least a times the square of the largest probability."""
     top = c.p.amax(-1, keepdim=True)
     c.keep_and_renormalize(
-        c.p >= torch.minimum(rows["top_a"] * top * top * (1.0 - THRESHOLD_TOLERANCE), top), rows.active
+        c.p >= torch.minimum(rows.params["top_a"] * top * top * (1.0 - THRESHOLD_TOLERANCE), top), rows.active
     )
 
 
 def min_p(c: Candidates, rows: StepRows) -> None:
     """Tokens with at least a given part of the largest probability."""
     c.keep_and_renormalize(
-        c.p >= rows["min_p"] * c.p.amax(-1, keepdim=True) * (1.0 - THRESHOLD_TOLERANCE), rows.active
+        c.p >= rows.params["min_p"] * c.p.amax(-1, keepdim=True) * (1.0 - THRESHOLD_TOLERANCE), rows.active
     )
 
 
@@ -144,7 +158,7 @@ def tfs(c: Candidates, rows: StepRows) -> None:
     has_curvature = columns[:-2] < count - 2
     curvature = torch.where(has_curvature, (p[:, :-2] - 2.0 * p[:, 1:-1] + p[:, 2:]).abs(), 0.0)
     total = curvature.sum(-1, keepdim=True)
-    spent = has_curvature & (curvature.cumsum(-1) <= (rows["tfs"] + THRESHOLD_TOLERANCE) * total)
+    spent = has_curvature & (curvature.cumsum(-1) <= (rows.params["tfs"] + THRESHOLD_TOLERANCE) * total)
     tail_start = torch.where(
         total > TFS_MIN_PROB * THRESHOLD_TOLERANCE, spent.sum(-1, keepdim=True) + 1, count
     )
@@ -156,7 +170,7 @@ def typical(c: Candidates, rows: StepRows) -> None:
     surprise = -torch.where(c.p > 0, c.p, 1.0).log()
     expected = (c.p * surprise).sum(-1, keepdim=True)
     distance = torch.where(c.p > 0, (surprise - expected).abs(), torch.inf)
-    c.keep_and_renormalize(_mask_until_mass(distance, c.p, rows["typical"]), rows.active)
+    c.keep_and_renormalize(_mask_until_mass(distance, c.p, rows.params["typical"]), rows.active)
 
 
 def _mask_until_mass(keys: Tensor, p: Tensor, mass: Tensor) -> Tensor:
@@ -175,7 +189,7 @@ def mirostat(c: Candidates, rows: StepRows) -> None:
 
 def update_mirostat(c: Candidates | None, tokens: Tensor, p: Tensor, rows: StepRows) -> Tensor:
     """The targets after tokens of these probabilities were drawn."""
-    return rows.state + rows["mirostat_eta"] * (rows["mirostat_tau"] + p.log2())
+    return rows.state + rows.params["mirostat_eta"] * (rows.params["mirostat_tau"] + p.log2())
 
 
 def dynamic_temperature(c: Candidates, rows: StepRows) -> None:
@@ -186,14 +200,16 @@ def dynamic_temperature(c: Candidates, rows: StepRows) -> None:
     entropy = -torch.special.xlogy(c.p, c.p).sum(-1, keepdim=True)
     count = (c.p > 0).sum(-1, keepdim=True)
     max_entropy = torch.where(count > 1, count.double().log(), 1.0)
-    relative_entropy = (entropy / max_entropy).clamp(0.0, 1.0) ** rows["temp_exponent"]
-    temperature = rows["min_temp"] + (rows["max_temp"] - rows["min_temp"]) * relative_entropy
+    relative_entropy = (entropy / max_entropy).clamp(0.0, 1.0) ** rows.params["temp_exponent"]
+    temperature = (
+        rows.params["min_temp"] + (rows.params["max_temp"] - rows.params["min_temp"]) * relative_entropy
+    )
     _apply_temperature(c, temperature, rows.active)
 
 
 def final_temperature(c: Candidates, rows: StepRows) -> None:
     """Probabilities to the power of one over the temperature."""
-    _apply_temperature(c, rows["final_temperature"].expand(len(c.p), 1), rows.active)
+    _apply_temperature(c, rows.params["final_temperature"].expand(len(c.p), 1), rows.active)
 
 
 def _apply_temperature(c: Candidates, temperature: Tensor, active: Tensor | None) -> None:
@@ -211,7 +227,7 @@ def xtc(c: Candidates, rows: StepRows) -> None:
 
     Rows that do not use it have a probability of exclusion of 0, which changes nothing.
     """
-    above_threshold = (c.p >= rows["xtc_threshold"] * (1.0 - THRESHOLD_TOLERANCE)) & (c.p > 0)
+    above_threshold = (c.p >= rows.params["xtc_threshold"] * (1.0 - THRESHOLD_TOLERANCE)) & (c.p > 0)
     exempt = rows.xtc_exempt_mask(c)
     if exempt is not None:
         above_threshold &= ~exempt
@@ -221,7 +237,7 @@ def xtc(c: Candidates, rows: StepRows) -> None:
     kept_column = torch.where(above_threshold & (c.p == lowest_prob), columns, -1).amax(-1, keepdim=True)
     excluded = above_threshold & (columns != kept_column)
     mass = torch.where(excluded, c.p, 0.0).sum(-1, keepdim=True)
-    probability = rows["xtc_probability"]
+    probability = rows.params["xtc_probability"]
     scale_up = 1.0 + probability * mass / (1.0 - mass).clamp_min(1e-300)
     c.p = c.p * torch.where(excluded, 1.0 - probability, scale_up)
 
@@ -236,7 +252,7 @@ def adaptive_p(c: Candidates, rows: StepRows) -> None:
     The state is that mean, exponentially decaying, of the drawn tokens' probabilities before this step. The
     candidates keep their order.
     """
-    target = (2.0 * rows["adaptive_target"] - rows.state).clamp(0.0, 1.0)
+    target = (2.0 * rows.params["adaptive_target"] - rows.state).clamp(0.0, 1.0)
     distance = (c.p - target).abs() / ADAPTIVE_WIDTH
     new_logits = -ADAPTIVE_SHARPNESS * distance.square() / (1.0 + distance)
     weights = torch.where(c.p > 0, new_logits.exp(), 0.0)
@@ -248,13 +264,13 @@ def adaptive_p(c: Candidates, rows: StepRows) -> None:
 def update_adaptive_p(c: Candidates | None, tokens: Tensor, p: Tensor, rows: StepRows) -> Tensor:
     """The means after these tokens; a greedy row's token is a certainty."""
     original = p if c is None else c.original_probs(tokens)
-    return rows["adaptive_decay"] * rows.state + (1.0 - rows["adaptive_decay"]) * original
+    return rows.params["adaptive_decay"] * rows.state + (1.0 - rows.params["adaptive_decay"]) * original
 
 
 def skew(c: Candidates, uniforms: Tensor, rows: StepRows) -> Tensor:
     """Uniform numbers (rows, 1) bent towards 0 or 1; such rows are drawn from in descending order."""
     c.sort_descending()
-    return uniforms ** rows["skew_power"]
+    return uniforms ** rows.params["skew_power"]
 
 
 LogitsStep = Callable[[Tensor, StepRows], None]
