@@ -29,7 +29,9 @@ def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     root = tmp_path / "root"
     kernels = Path("src") / "exlm" / "kernels"
     shutil.copytree(ROOT / kernels / "cpu", root / kernels / "cpu")
-    for file in (kernels / "artifact_cache.py", Path("hatch_build.py")):
+    aliases = Path("src/exllamav2/_aliases.py"), Path("src/exlm/legacy/alias_modules.py")
+    for file in (kernels / "artifact_cache.py", *aliases, Path("hatch_build.py")):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / file, root / file)
     (tmp_path / "cc").write_text(COMPILER)
     (tmp_path / "cc").chmod(0o755)
@@ -55,9 +57,11 @@ def test_libraries_carry_their_checksums(hook: Any) -> None:
     data: dict[str, Any] = {"force_include": {}}
     hook.initialize("standard", data)
     names = {file_name(f"exlm-cpu-{name}.so", b"code\n") for name in sets_for_machine(platform.machine())}
-    assert {Path(inside).name for inside in data["force_include"].values()} == names
+    libraries = {made: inside for made, inside in data["force_include"].items() if made.endswith(".so")}
+    assert {Path(inside).name for inside in libraries.values()} == names
     assert {path.name for path in native.glob("*.so")} == names
-    for made, inside in data["force_include"].items():
+    assert "exllamav2/generator/dynamic.py" in data["force_include"].values()
+    for made, inside in libraries.items():
         assert damage(Path(made)) is None
         assert inside == f"exlm/kernels/cpu/csrc/{Path(made).name}"
     assert not data["pure_python"]
