@@ -92,8 +92,8 @@ def effective_weight(weight: PackedWeight) -> Tensor:
     return replace(weight, dtype=torch.float32).dequantize()
 
 
-def tolerance(weight: PackedWeight, x: Tensor) -> Tensor:
+def tolerance(weight: PackedWeight, x: Tensor, absolute: float = 1e-7) -> Tensor:
     """How far a product may be off: float32 sums, and each x by half a step of its largest."""
     sizes = effective_weight(weight).double().abs()
-    off = 1e-6 * (x.double().abs() @ sizes) + 1e-7
+    off = 1e-6 * (x.double().abs() @ sizes) + absolute
     return off + x.double().abs().amax(1, keepdim=True) * sizes.sum(0) / (2 * 16319)
