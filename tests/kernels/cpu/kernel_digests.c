@@ -1,108 +1,110 @@
-/* What the kernels answer on random odd shapes, a line for each call: what it was, and a digest of its bits.
+/* Runs every kernel on random odd shapes and prints a line for each call: what it was, and a digest of its result.
 
-   Compiled with the library itself, once for each instruction set; the lines must be the same. Where a set has no
-   products of whole numbers, their answers are worked out one by one, by their definition. Every call is made with 1 to
-   4 threads and must not care. */
+   Compiled together with the library, once for each instruction set; the lines must be the same. BY_DEFINITION computes
+   quantised products one by one, as csrc/matrix.h and csrc/quantize_act.h define them, instead of calling the library.
+   Each call is made with 1 to 4 threads and must give the same bits. */
 
 #include <stdio.h>
 
 #include "exlm_cpu.c"
 
-static uint64_t state = 0x9e3779b97f4a7c15u;
+static uint64_t state;
 
-static uint64_t chance(void) {
+static uint64_t random_bits(void) {
     uint64_t z = state += 0x9e3779b97f4a7c15u;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
     return z ^ z >> 31;
 }
 
-/* A whole number from least to most. */
-static int any(int least, int most) { return least + (int)(chance() % (uint64_t)(most - least + 1)); }
+static int random_int(int least, int most) { return least + (int)(random_bits() % (uint64_t)(most - least + 1)); }
 
-/* A float from -1 to 1. */
-static float real(void) { return (float)((double)(int64_t)chance() * 0x1p-63); }
+/* From -1 to 1. */
+static float random_float(void) { return (float)((double)(int64_t)random_bits() * 0x1p-63); }
 
-static void *taken[1000];
-static int takings;
+static void *allocations[1000];
+static int allocation_count;
 
-/* Memory that is all zero, with some behind it that may be read, until `clear`. */
-static void *room(size_t bytes) {
-    if (takings == sizeof taken / sizeof *taken || !(taken[takings] = calloc(bytes + 64, 1))) abort();
-    return taken[takings++];
+/* Zeroed memory until the end of the case, with 64 bytes behind it that kernels may read. */
+static void *allocate(size_t size) {
+    void *memory = calloc(size + 64, 1);
+    if (allocation_count == sizeof allocations / sizeof *allocations || !memory) abort();
+    allocations[allocation_count++] = memory;
+    return memory;
 }
 
-static void clear(void) {
-    while (takings) free(taken[--takings]);
+static void free_all(void) {
+    while (allocation_count) free(allocations[--allocation_count]);
 }
 
-static float *reals(long count, float size) {
-    float *out = room((size_t)count * sizeof(float));
-    for (long i = 0; i < count; i++) out[i] = real() * size;
+static float *random_floats(long count, float size) {
+    float *out = allocate((size_t)count * sizeof(float));
+    for (long i = 0; i < count; i++) out[i] = random_float() * size;
     return out;
 }
 
-/* float16 from 2^-24 to 2, some of them so small that they have fewer bits. */
-static uint16_t *halves(long count) {
-    uint16_t *out = room((size_t)count * sizeof(uint16_t));
-    for (long i = 0; i < count; i++) out[i] = (uint16_t)(any(0, 9) ? any(0x2000, 0x3fff) : any(1, 0x7ff));
+/* float16 from 2^-24 to 2, a tenth of them subnormal. */
+static uint16_t *random_f16(long count) {
+    uint16_t *out = allocate((size_t)count * sizeof(uint16_t));
+    for (long i = 0; i < count; i++) {
+        int normal = random_int(0, 9) > 0;
+        out[i] = (uint16_t)(normal ? random_int(0x2000, 0x3fff) : random_int(1, 0x7ff));
+    }
     return out;
 }
 
-static void *bytes(long count, int most) {
-    uint8_t *out = room((size_t)count);
-    for (long i = 0; i < count; i++) out[i] = (uint8_t)any(0, most);
+static void *random_bytes(long count, int most) {
+    uint8_t *out = allocate((size_t)count);
+    for (long i = 0; i < count; i++) out[i] = (uint8_t)random_int(0, most);
     return out;
 }
 
-/* All NaNs are one. */
-static uint64_t digest(uint64_t so_far, const float *x, long count) {
+/* FNV-1a over words. All NaNs count as one. */
+static uint64_t digest(uint64_t hash, const float *x, long count) {
     for (long i = 0; i < count; i++) {
         uint32_t bits = 0x7fc00000;
         if (x[i] == x[i]) memcpy(&bits, x + i, sizeof bits);
-        so_far = (so_far ^ bits) * 0x100000001b3u;
+        hash = (hash ^ bits) * 0x100000001b3u;
     }
-    return so_far;
+    return hash;
 }
 
-static uint64_t digest_bytes(uint64_t so_far, const void *x, long count) {
-    for (long i = 0; i < count; i++) so_far = (so_far ^ ((const uint8_t *)x)[i]) * 0x100000001b3u;
-    return so_far;
+static uint64_t digest_bytes(uint64_t hash, const void *x, long count) {
+    for (long i = 0; i < count; i++) hash = (hash ^ ((const uint8_t *)x)[i]) * 0x100000001b3u;
+    return hash;
 }
 
-/* What is computed with `threads`, which `job` knows the rest of. */
-typedef uint64_t Answer(void *job, int threads);
+/* Runs a case with so many threads and returns the digest of its result. */
+typedef uint64_t Run(void *job, int threads);
 
-static void tell(const char *what, int one, int two, int three, Answer *answer, void *job) {
-    uint64_t first = answer(job, 1);
+static void print_digest(const char *what, int one, int two, int three, Run *run, void *job) {
+    uint64_t first = run(job, 1);
     for (int threads = 2; threads <= 4; threads++)
-        if (answer(job, threads) != first) printf("%d threads differ: ", threads);
+        if (run(job, threads) != first) printf("%d threads differ: ", threads);
     printf("%s %d %d %d: %016llx\n", what, one, two, three, (unsigned long long)first);
 }
 
 #include "digest_linear.h"
 
-#include "digest_panels.h"
-
 #include "digest_layers.h"
 
-/* A case of a kind has random numbers of its own: those before it may change without changing it. */
-static void check_all(void check(int), int count, uint64_t kind) {
+/* Every case has a seed of its own, so that cases can be added without changing others. */
+static void run_cases(void run_case(int), int count, uint64_t kind) {
     for (int n = 0; n < count; n++) {
         state = kind << 32 | (uint64_t)n;
-        check(n);
-        clear();
+        run_case(n);
+        free_all();
     }
 }
 
 int main(void) {
-    check_all(try_bands, 140, 1);
-    check_all(try_floats, 8, 2);
-    check_all(try_lean, 8, 3);
-    check_all(try_norm, 20, 4);
-    check_all(try_gate, 6, 5);
-    check_all(try_attention, 60, 6);
-    check_all(try_layer, 16, 7);
-    check_all(try_codebooks, 60, 8);
+    run_cases(case_matrix, 140, 1);
+    run_cases(case_f16, 8, 2);
+    run_cases(case_bf12, 8, 3);
+    run_cases(case_norm, 20, 4);
+    run_cases(case_silu_mul, 6, 5);
+    run_cases(case_attention, 60, 6);
+    run_cases(case_layer, 16, 7);
+    run_cases(case_codebook, 60, 8);
     return 0;
 }

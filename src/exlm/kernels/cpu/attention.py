@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import spec
 from ..interface import AttentionFn, AttnMetadata, KVCacheDtype, KVPages, LayerKVCache
 from ..reference import RotaryEmbedding
-from .bindings import AttnArgs, AttnParams, BatchPtrs, Library, QuantKV, check
+from .bindings import AttnArgs, AttnParams, BatchPtrs, Library, QuantKV, out_of_memory
 
 _QUANT_BITS: dict[KVCacheDtype, int] = {"hadamard8": 8, "hadamard4": 4, "fp8_e5m2": 1}
 _MAX_DECODE_TOKENS = 8
@@ -124,7 +124,8 @@ class PagedAttention:
         args.q, args.k, args.v, args.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         args.pages, args.past_lens, args.positions = batch.pages, batch.past_lens, batch.positions
         args.rows, args.tokens, args.page_stride = batch.rows, batch.tokens, batch.page_stride
-        check(self._attention(ctypes.byref(args), metadata.max_kv_len, torch.get_num_threads()))
+        if self._attention(ctypes.byref(args), metadata.max_kv_len, torch.get_num_threads()):
+            raise out_of_memory()
         return out
 
     def args(self, pages: KVPages, tokens: int) -> AttnArgs | None:

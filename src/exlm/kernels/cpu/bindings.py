@@ -239,7 +239,6 @@ def _file(instructions: str) -> str:
     return f"cpu-{instructions}-{source_digest(instructions)}.so"
 
 
-def check(code: int) -> None:
-    """Raise if a function returned 1, which means that malloc failed."""
-    if code:
-        raise KernelError("The CPU kernels ran out of memory: use a smaller batch or shorter chunks.")
+def out_of_memory() -> KernelError:
+    """The error for functions that returned 1: malloc failed."""
+    return KernelError("The CPU kernels ran out of memory: use a smaller batch or shorter chunks.")

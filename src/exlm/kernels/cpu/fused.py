@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import Unsupported
 from .. import interface as b
 from .attention import PagedAttention
-from .bindings import AttnArgs, LayerWeights, Library, LinearGroup, check
+from .bindings import AttnArgs, LayerWeights, Library, LinearGroup, out_of_memory
 from .ops import PackedLinear
 
 MAX_FUSED = 3
@@ -51,12 +51,11 @@ class FusedLinear(b.FusedLinear):
         out_pointers = [out.data_ptr() for out in outs] + [None] * (MAX_FUSED - len(outs))
         residual = None if residual is None else residual.contiguous()
         added = None if residual is None else residual.data_ptr()
-        check(
-            self._library.fused_linear(
-                *(ctypes.addressof(self.struct), x.data_ptr(), added, rows * tokens),
-                *(*out_pointers, torch.get_num_threads()),
-            )
-        )
+        if self._library.fused_linear(
+            *(ctypes.addressof(self.struct), x.data_ptr(), added, rows * tokens),
+            *(*out_pointers, torch.get_num_threads()),
+        ):
+            raise out_of_memory()
         return outs
 
     def separate(self, x: Tensor) -> list[Tensor]:
@@ -124,12 +123,11 @@ class FusedDecoder:
         if layers is None or batch is None or not x.is_contiguous():
             return None
         out = torch.empty_like(x)
-        check(
-            self._decoder_layers(
-                *(self._weights, layers, len(kvs), ctypes.byref(batch), x.data_ptr(), out.data_ptr()),
-                *(metadata.max_kv_len, torch.get_num_threads()),
-            )
-        )
+        if self._decoder_layers(
+            *(self._weights, layers, len(kvs), ctypes.byref(batch), x.data_ptr(), out.data_ptr()),
+            *(metadata.max_kv_len, torch.get_num_threads()),
+        ):
+            raise out_of_memory()
         return out
 
     def _layer_args(self, kvs: Sequence[b.LayerKVCache], tokens: int) -> ctypes.Array[AttnArgs] | None:

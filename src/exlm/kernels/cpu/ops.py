@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..interface import NormFn
-from .bindings import Library, check
+from .bindings import Library, out_of_memory
 from .packed import PackedMatrix
 
 
@@ -26,7 +26,8 @@ class PackedLinear:
         x = x.contiguous()
         y = torch.empty(*x.shape[:-1], self._outputs)
         rows = x.numel() // self.matrix.in_features
-        check(self._linear(self._address, x.data_ptr(), rows, y.data_ptr(), torch.get_num_threads()))
+        if self._linear(self._address, x.data_ptr(), rows, y.data_ptr(), torch.get_num_threads()):
+            raise out_of_memory()
         return y
 
 
