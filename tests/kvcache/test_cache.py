@@ -183,12 +183,12 @@ def test_copy_states_moves_one_row_to_many(kind: type[CacheBase]) -> None:
     fill(cache)
     cache.copy_states(other, 5, 270, 300, 270, 1, 1, 0, 2)
     for states in ("key_states", "value_states", "key_scales", "value_scales"):
-        for mine, theirs in zip(getattr(cache, states), getattr(other, states), strict=True):
+        for source, target in zip(getattr(cache, states), getattr(other, states), strict=True):
             for row in (0, 1):
-                assert torch.equal(theirs[row, 300:570], mine[1, 5:275])
-            assert not theirs[2].any()
-            assert not theirs[0, :300].any()
-            assert not theirs[0, 570:].any()
+                assert torch.equal(target[row, 300:570], source[1, 5:275])
+            assert not target[2].any()
+            assert not target[0, :300].any()
+            assert not target[0, 570:].any()
 
 
 def test_copy_states_within_one_cache_may_overlap() -> None:

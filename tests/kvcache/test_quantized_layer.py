@@ -70,8 +70,10 @@ def test_bytes_depend_on_their_own_token_alone(
     for row, piece in todo:
         start = sum(cuts[row][:piece])
         stop = start + cuts[row][piece]
-        mine = slice(row, row + 1)
-        layer.update(k[mine, start:stop], v[mine, start:stop], batch([start], stop - start, pages[mine]))
+        own_row = slice(row, row + 1)
+        layer.update(
+            k[own_row, start:stop], v[own_row, start:stop], batch([start], stop - start, pages[own_row])
+        )
     for stored, coder, x in ((layer.keys, layer.key_quantizer, k), (layer.values, layer.value_quantizer, v)):
         for row, cut in enumerate(cuts):
             for got, want in zip(

@@ -279,7 +279,7 @@ def test_async_scheduling_changes_nothing_on_a_gpu(
     monkeypatch.setenv("EXLLAMA_NO_GRAPHS", "1")
     plain = run_random_jobs(ModelWithTokenizer(fixtures_dir / name, "cuda"), seed)
     assert ahead.keys() == plain.keys()
-    wrong = [(ahead[serial][-1], said[-1]) for serial, said in plain.items() if ahead[serial] != said]
+    wrong = [(ahead[serial][-1], text[-1]) for serial, text in plain.items() if ahead[serial] != text]
     assert len(wrong) <= (name == "tiny-lm"), wrong
 
 
@@ -310,4 +310,4 @@ def test_results_are_there_while_the_device_is_busy(fixtures_dir: Path, rows: in
         collect_streams(generator.iterate(), out)
         assert step == 39 or not cuda.current_stream().query(), step
     assert passes == ["decode"] + ["ahead"] * 39
-    assert [len(said) for said in out.values()] == [40] * rows
+    assert [len(text) for text in out.values()] == [40] * rows

@@ -36,11 +36,11 @@ def test_the_callback_contract(tmp_path: Path) -> None:
 
 
 def test_the_generator_form_passes_on_what_the_callback_yields(tmp_path: Path) -> None:
-    def told(i: int, n: int) -> Iterator[str]:
+    def report(i: int, n: int) -> Iterator[str]:
         yield f"{i} of {n}"
 
     model = Model(Config(tiny.make(tmp_path)))
-    assert list(model.load_gen(callback_gen=told)) == ["0 of 4", "1 of 4", "2 of 4", "3 of 4", "4 of 4"]
+    assert list(model.load_gen(callback_gen=report)) == ["0 of 4", "1 of 4", "2 of 4", "3 of 4", "4 of 4"]
     assert model.loaded
 
 
@@ -123,9 +123,9 @@ def test_numbers_for_devices_that_are_not_here_are_ignored_with_one_warning(
     for load in (model.load, lambda split: list(model.load_gen(split))):
         caplog.clear()
         load(numbers)
-        [said] = caplog.messages
-        assert said.startswith(f"gpu_split has {len(numbers)} numbers, and only 1 of them for devices")
-        assert f"here (cpu): {list(numbers[1:])} is ignored" in said
+        [message] = caplog.messages
+        assert message.startswith(f"gpu_split has {len(numbers)} numbers, and only 1 of them for devices")
+        assert f"here (cpu): {list(numbers[1:])} is ignored" in message
         assert model.placement == ["cpu"] * 4
     caplog.clear()
     model.load(numbers[:1])
@@ -157,9 +157,11 @@ def test_reserves_for_devices_that_are_not_here_are_ignored_with_one_warning(
     config.device = "cpu"
     model = Model(config)
     model.load_autosplit(Cache(model, lazy=True), reserve_vram=[1, 2, 3])
-    [said] = caplog.messages
-    assert said.startswith("reserve_vram has 3 numbers, and only 1 of them for devices that are here (cpu)")
-    assert "[2, 3] is ignored" in said
+    [message] = caplog.messages
+    assert message.startswith(
+        "reserve_vram has 3 numbers, and only 1 of them for devices that are here (cpu)"
+    )
+    assert "[2, 3] is ignored" in message
 
 
 @pytest.mark.parametrize("wrong", ["auto", "20,24", 24, [8, "8"], [True], [-1], [0, 0]])

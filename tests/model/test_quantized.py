@@ -109,9 +109,9 @@ def test_explain_has_the_same_order_each_time(tmp_path: Path) -> None:
     """Several threads bind the matrices."""
     folder = tiny.make(tmp_path, hidden_size=64, intermediate_size=128)
     replace_matrices(folder, None, exl2.write, random_exl2, r"_proj\.weight")
-    told = [load(folder).explain() for _ in range(5)]
-    assert "layers.1.mlp.down: " in told[0]
-    assert len(set(told)) == 1
+    explanations = [load(folder).explain() for _ in range(5)]
+    assert "layers.1.mlp.down: " in explanations[0]
+    assert len(set(explanations)) == 1
 
 
 def test_fused_tensors_are_split(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every family on a GPU in sixteen bits, against the same family on the CPU in float32."""
+"""Every family on a GPU in 16 bits against the CPU in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family against transformers: tiny random models in their published spelling, in float32."""
+"""Every family against transformers: tiny random models with published config keys, in float32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def max_difference(got: Tensor, want: Tensor) -> float:
 
 def load(folder: Path) -> Model:
     config = Config(folder)
-    # The oracle raises a dynamic base for the tokens at hand, we for the configured length: make them equal.
+    # Dynamic NTK: the oracle scales for the present tokens, exlm for the configured length; make them equal.
     config.max_seq_len = TOKENS
     model = Model(config)
     model.load()
@@ -38,7 +38,7 @@ def test_the_zoo_holds_every_architecture() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
     oracle = zoo.build(case.architecture, tmp_path / "model", **case.overrides)
     ids = torch.randint(0, VOCAB, (1, TOKENS))
     want = oracle.logits(ids)
@@ -52,7 +52,7 @@ def test_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_old_and_new_spellings_describe_the_same_model(case: Case, tmp_path: Path) -> None:
+def test_old_and_new_config_keys_describe_the_same_model(case: Case, tmp_path: Path) -> None:
     oracle = zoo.build(case.architecture, tmp_path / "model", **case.overrides)
     described = {}
     for spelling in ("old", "new"):
@@ -73,7 +73,7 @@ def test_mrope_positions(architecture: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_windowed_layers_may_have_their_own_rope_scaling(kind: str, tmp_path: Path) -> None:
-    """Only the new spelling can say so: the old one has a base for these layers and no more."""
+    """Only the new config keys can express this: the old ones have one base for these layers."""
     local = {"rope_type": kind, "factor": 3.0}
     if kind == "yarn":
         local["original_max_position_embeddings"] = 32
@@ -100,7 +100,7 @@ OMITTED_KEYS = [
 
 
 @pytest.mark.parametrize(("architecture", "key"), OMITTED_KEYS)
-def test_what_a_file_leaves_out_is_what_the_family_means(architecture: str, key: str, tmp_path: Path) -> None:
+def test_absent_keys_have_the_family_defaults(architecture: str, key: str, tmp_path: Path) -> None:
     oracle = zoo.build(architecture, tmp_path / "model")
     config = oracle.config()
     del config[key]

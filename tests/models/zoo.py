@@ -1,9 +1,9 @@
-"""Tiny random models of every family, each a folder on disk and an oracle in memory.
+"""Tiny random models of every family: a folder on disk, and the transformers model as oracle.
 
-`build` writes a folder the way the family publishes it and keeps the transformers model that answers for
-it: the folder is what exlm reads, `Oracle.logits` is what it must agree with. The oracle runs in float32
-without a cache and with attention written out in full, so that windows, caps and masks are what the library
-says they are. It is no fixture store: everything is made on the spot from a seed, in well under a second.
+`build` writes a folder as the family publishes it and keeps the transformers model:
+exlm reads the folder and must agree with `Oracle.logits`. The oracle runs in float32,
+without a cache and with eager attention, so that windows, softcaps and masks are transformers' own.
+Everything is generated from a seed in well under a second.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ CONFIG = "config.json"
 
 @dataclass
 class Oracle:
-    """A model folder and the transformers model that knows its logits."""
+    """A model folder and its transformers model."""
 
     architecture: str
     folder: Path
     model: Any
-    modern: Config  # config.json in the new spelling, whatever the folder holds
+    modern: Config  # config.json with the new keys, whatever the folder has
 
     def logits(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of ids (B, T), each call as if the first; positions from 0 unless given."""
+        """Logits (B, T, V) of ids (B, T), without state between calls; positions from 0 unless given."""
         return self._forward(ids, position_ids)
 
     def logits_mrope(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ class Oracle:
         return self._forward(ids, positions)
 
     def config(self) -> Config:
-        """What config.json says now."""
+        """The present config.json."""
         result: Config = json.loads((self.folder / CONFIG).read_text())
         return result
 
     def _forward(self, ids: Tensor, positions: Tensor | None) -> Tensor:
         _reset_rope_cache(self.model)
-        # An explicit mask keeps the library from reading jumps in the positions as several packed sequences.
+        # An explicit mask, or transformers takes jumps in the positions for several packed sequences.
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         if positions is not None:
             inputs["position_ids"] = positions
@@ -93,10 +93,10 @@ def build(
 ) -> Oracle:
     """Write a tiny random model of this architecture into `folder` and return its oracle.
 
-    `overrides` are config.json keys in the new spelling, laid over the zoo's small numbers; nested tables
-    merge. `spelling` chooses how config.json is written: by default as transformers 5 does, or, for
-    families it never knew, the old way. `layout` chooses how tensors are named: as published; as the
-    library holds them in memory (`native`); GPT-2 without its prefix (`bare`); Llama with the leftovers of
+    `overrides` are new config.json keys over the zoo's small numbers; nested tables
+    merge. `spelling` chooses the keys of config.json: by default those of transformers 5, or, for
+    families that it does not have, the old ones. `layout` chooses the tensors' names: as published; as
+    transformers has them in memory (`native`); GPT-2 without its prefix (`bare`); Llama with the leftovers of
     its first files (`stray`).
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,14 +117,14 @@ def build(
 
 
 def rewrite_config(oracle: Oracle, spelling: Spelling) -> Config:
-    """Rewrite the folder's config.json in the given spelling and return it; the model stays what it is."""
+    """Rewrite the folder's config.json with the given keys and return it; the model stays the same."""
     config = oracle.modern if spelling == "new" else old_spelling(oracle.modern)
     (oracle.folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return config
 
 
 def reload_oracle(oracle: Oracle) -> Oracle:
-    """The oracle of what the folder says now, with what the library makes of keys that are not there."""
+    """The oracle of the present folder, with transformers' defaults for absent keys."""
     library = importlib.import_module("transformers")
     with silence_transformers():
         kind = getattr(library, oracle.architecture)
@@ -133,13 +133,13 @@ def reload_oracle(oracle: Oracle) -> Oracle:
 
 
 def legacy_config(oracle: Oracle) -> Config:
-    """Rewrite the folder's config.json the way files were written before transformers 5, and return it."""
+    """Rewrite the folder's config.json with the keys from before transformers 5, and return it."""
     return rewrite_config(oracle, "old")
 
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """transformers without its log lines, progress bars and warnings; everything is as before afterwards."""
+    """Silence transformers' log lines, progress bars and warnings for the block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging = importlib.import_module("transformers.utils.logging")
@@ -178,7 +178,7 @@ def _without_prefix(tensors: Tensors, config: Any) -> Tensors:
 
 
 def _reset_rope_cache(model: Any) -> None:
-    """Undo what an earlier, longer sequence did to dynamically scaled rotations."""
+    """Reset dynamic RoPE scaling after an earlier, longer sequence."""
     for module in model.modules():
         if hasattr(module, "original_inv_freq") and hasattr(module, "original_max_seq_len"):
             module.inv_freq = module.original_inv_freq.clone()

@@ -1,8 +1,7 @@
-"""The models a complete implementation agrees with: every architecture, and each variant worth a mistake.
+"""All cases of the zoo: every architecture, and each variant that an implementation can get wrong.
 
-One line per case. The overrides are what `build` takes: config keys in the new spelling, and `layout` where
-the tensors' names differ and not the model; never `spelling`, for every case is worth reading in both. How a
-model is made is not said here.
+One line per case. The overrides are those of `build`: new config keys, and `layout` where only the tensors'
+names differ; never `spelling`, since every case is tested with old and new keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Architectures whose code lives with their weights, rebuilt from parts transformers has.
+"""Architectures whose code is published with their weights, rebuilt from parts of transformers.
 
-Each is a model the library knows with a norm, a head or an MLP exchanged, and a folder spelt the way that
-family publishes it. Nothing here runs code from a model folder; nothing here doubts what the library
-computes.
+Each is a transformers model with another norm, head or MLP, and a folder with the names that
+the family publishes. Nothing here runs code from a model folder, and transformers is taken to be
+right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Renames = tuple[tuple[str, str], ...]
 
 
 class UnitRowsHead(nn.Linear):
-    """A head whose rows have length one when it is used, whatever the file holds."""
+    """A head whose rows are normalised at use."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Logits against the normalised rows."""
@@ -44,7 +44,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every expert computed for every token, then weighted: slow and impossible to get wrong."""
+    """Every expert computed for every token, then weighted: slow and simple."""
 
     def __init__(self, hidden: int, width: int, experts: int, active: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList([Expert(hidden, width) for _ in range(experts)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Softmax over all experts, the best `active` kept, their shares brought back to one."""
+        """Softmax over all experts, top `active`, weights renormalised."""
         shares, chosen = functional.softmax(self.gate(x), dim=-1).topk(self.active, dim=-1)
         shares = shares / shares.sum(dim=-1, keepdim=True)
         weights = torch.zeros(*x.shape[:-1], len(self.experts)).scatter(-1, chosen, shares)
@@ -71,7 +71,7 @@ def index(overrides: Config) -> UnsavedModel:
 
 
 def minicpm(overrides: Config) -> UnsavedModel:
-    """Granite's multipliers, said through the width and depth the model was tuned at. Tied unless told."""
+    """Granite's multipliers, derived from the width and depth of the tuned model. Tied by default."""
     own: Config = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 40}
     own.update({key: overrides[key] for key in own if key in overrides})
     numbers = deep_merge(LLAMA, {k: v for k, v in overrides.items() if k not in own})
@@ -135,7 +135,7 @@ INTERNLM2: Renames = (
 
 
 def internlm2(overrides: Config) -> UnsavedModel:
-    """Llama with one matrix for q, k and v, in which each k/v head follows the queries it serves."""
+    """Llama with one matrix for q, k and v, in which each kv head follows its query heads."""
     model = _llama(overrides)
     kv_heads = model.config.num_key_value_heads
 
@@ -169,7 +169,7 @@ def _renamed(renames: Renames) -> Callable[[Tensors], Tensors]:
 
 
 def _recast(model_type: str, *dropped: str, **added: Any) -> Callable[[Config], Config]:
-    """config.json under another model type, without the keys that family's files never had."""
+    """config.json under another model type, without keys that the family's files never had."""
 
     def recast(config: Config) -> Config:
         gone = {"head_dim"} if config.get("model_type") != "gemma" else set()
@@ -187,4 +187,4 @@ CUSTOM: dict[str, Callable[[Config], UnsavedModel]] = {
     "OrionForCausalLM": orion,
     "YiForCausalLM": yi,
 }
-"""The builders by architecture name; their folders are spelt the old way unless told otherwise."""
+"""The builders by architecture name; their folders have the old keys by default."""

@@ -1,8 +1,8 @@
-"""How to make each architecture transformers itself knows: its classes, and small numbers for its config.
+"""The transformers classes of each architecture, and small numbers for its config.
 
-Where published files spell the tensors otherwise than the library saves them, that is here too. Epsilons
-and rotary bases are far from every family's default, so that a reader who takes the wrong key is seen.
-Weights are not filled.
+Also the published names of tensors that transformers saves under other names. Epsilons
+and RoPE bases are far from every family's default, so that reading a wrong key shows.
+Weights are filled by `zoo_weights`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Tensors = dict[str, Tensor]
 
 VOCAB = 128
 TEXT_VOCAB = 112
-"""Ids below this are words in every model of the zoo; those above may mean an image."""
+"""Ids below this are text tokens in every model of the zoo; those above may be an image's."""
 
 EPS = 2e-3
-"""Large enough to be seen in the logits."""
+"""Large enough to show in the logits."""
 
 THETA = 30000.0
 WINDOW = 40
@@ -48,31 +48,31 @@ LLAMA: Config = {**SIZES, **ROPE, "rms_norm_eps": EPS}
 
 @dataclass
 class UnsavedModel:
-    """A model whose weights are still to be filled, and how its folder will be written."""
+    """A model without weights, and how its folder is to be written."""
 
     model: Any
     embedding: float = 0.5  # the spread of the embedding table
-    active: int = 0  # experts a token wants
-    rename_tensors: Callable[[Tensors], Tensors] | None = None  # what the library saves → what is published
+    active: int = 0  # experts of a token
+    rename_tensors: Callable[[Tensors], Tensors] | None = None  # name in transformers → published name
     rewrite_config: Callable[[Config], Config] | None = (
-        None  # the library's config.json → this architecture's
+        None  # transformers' config.json → this architecture's
     )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The classes and the small numbers of an architecture."""
+    """The classes and small numbers of an architecture."""
 
     config: str
     numbers: Config
     embedding: float = 0.5
     active: int = 0
-    sub_config: str = ""  # the sub-config overrides are meant for
+    sub_config: str = ""  # the sub-config that overrides go to
     rename_tensors: Callable[[Tensors], Tensors] | None = None
 
 
 def deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
-    """Both tables in one, nested tables merged, the second's word counting."""
+    """Both tables in one, nested tables merged; the second wins."""
     result = dict(base)
     for key, value in changes.items():
         known = result.get(key)
@@ -82,9 +82,9 @@ def deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
 
 
 def make_transformers_model(architecture: str, config: str, numbers: Config) -> Any:
-    """The library's model with these numbers, ready to be asked, attention written out in full."""
+    """The transformers model with these numbers and eager attention, in evaluation mode."""
     library = importlib.import_module("transformers")
-    made = getattr(library, config)(**copy.deepcopy(numbers))  # the library writes into nested tables
+    made = getattr(library, config)(**copy.deepcopy(numbers))  # transformers writes into nested tables
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = getattr(library, architecture)._from_config(made, attn_implementation="eager")
@@ -93,7 +93,7 @@ def make_transformers_model(architecture: str, config: str, numbers: Config) -> 
 
 
 def from_recipe(architecture: str, overrides: Config) -> UnsavedModel:
-    """A draft by recipe; overrides go to the language part unless the recipe names them at the top."""
+    """A model by recipe; overrides go to the language part unless the recipe has them at the top."""
     recipe = RECIPES[architecture]
     changes = overrides
     if recipe.sub_config:
@@ -105,7 +105,7 @@ def from_recipe(architecture: str, overrides: Config) -> UnsavedModel:
 
 
 def _nested_siglip(tensors: Tensors) -> Tensors:
-    """Published Gemma 3 files keep the vision model one level deeper than the library does today."""
+    """Published Gemma 3 files have the vision model one level deeper than transformers does today."""
     return {key.replace("vision_tower.", "vision_tower.vision_model.", 1): t for key, t in tensors.items()}
 
 
@@ -171,7 +171,7 @@ DBRX: Config = {
     "n_heads": 4,
     "n_layers": 4,
     "max_seq_len": 512,
-    # transformers turns by the top-level value; published files have only the one in attn_config
+    # transformers reads RoPE's top-level value; published files have only the one in attn_config
     "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": THETA},
     "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},

@@ -1,9 +1,9 @@
-"""config.json in the words of transformers 5, and the same facts in the words of the years before.
+"""config.json with the keys of transformers 5, and the same with the keys of earlier versions.
 
-`old` turns the one into the other, family by family, the way published files look: `rope_theta` and
-`rope_scaling` for `rope_parameters`, `torch_dtype` for `dtype`, a pattern number for `layer_types`, and
-silence where a family's own default says it already. It reads nothing back: a builder starts from the new
-spelling.
+`old_spelling` converts new keys to old ones, as each family's published files have them: `rope_theta` and
+`rope_scaling` for `rope_parameters`, `torch_dtype` for `dtype`, a pattern number for `layer_types`, and and
+nothing where the family's default is meant. It converts in this direction only: a builder starts from the
+new keys.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ TIED = {
     "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
 }
-"""Families tied by default: their old files do not mention it."""
+"""Families with a tied head by default: their old files do not have the key."""
 
 UNUSED_WINDOW = 40
-"""What an old Qwen file says about a window it then switches off."""
+"""Old Qwen files give a window and disable it."""
 
 GEMMA3_DEFAULTS: Config = {
     "attn_logit_softcapping": None,
@@ -52,14 +52,14 @@ GEMMA3_DEFAULTS: Config = {
     "use_bidirectional_attention": False,
     "use_cache": True,
 }
-"""What Google's own Gemma 3 files leave out."""
+"""Keys that Google's Gemma 3 files leave out."""
 
 SHORT_TYPE_KEY = {"linear", "dynamic", "yarn", "longrope", "mrope"}
-"""Kinds of scaling whose old files say `type`; later ones always said `rope_type`."""
+"""RoPE scalings whose old files have `type`; later ones have `rope_type`."""
 
 
 def old_spelling(config: Config) -> Config:
-    """The same model in the old spelling; the argument is left alone."""
+    """The same config with the old keys; does not change the argument."""
     result = copy.deepcopy(config)
     architecture = result["architectures"][0]
     text = result.get("text_config", result)
@@ -79,7 +79,7 @@ def old_spelling(config: Config) -> Config:
 
 
 def _rope(text: Config) -> None:
-    """`rope_parameters` → `rope_theta`, `rope_scaling`, and the shares kept beside them."""
+    """`rope_parameters` → `rope_theta`, `rope_scaling`, and partial factors."""
     parameters = text.pop("rope_parameters", None)
     if parameters is None:
         return
@@ -101,7 +101,7 @@ def _scaling(parameters: Config) -> Config | None:
 
 
 def _pattern(text: Config) -> int:
-    """Every how many layers one sees everything."""
+    """Every how many layers one has full attention."""
     types: list[str] = text["layer_types"]
     return types.index("full_attention") + 1
 
@@ -140,7 +140,7 @@ def _qwen3_moe(text: Config, top: Config) -> None:
 
 
 def _qwen_vl(text: Config, top: Config) -> None:
-    """Old files have no `text_config`: everything lies at the top."""
+    """Old files have no `text_config`: all keys are at the top."""
     _qwen(text, top)
     _rope(text)
     del top["text_config"]
@@ -151,7 +151,7 @@ def _qwen_vl(text: Config, top: Config) -> None:
 
 
 def _dbrx(text: Config, _: Config) -> None:
-    """The base of the rotation is in `attn_config` alone."""
+    """RoPE's base is in `attn_config` only."""
     del text["rope_parameters"], text["num_key_value_heads"]
     keep: dict[str, tuple[str, ...]] = {
         "attn_config": ("clip_qkv", "kv_n_heads", "model_type", "rope_theta"),
@@ -173,7 +173,7 @@ def _bigcode(text: Config, _: Config) -> None:
 
 
 def _llava(text: Config, top: Config) -> None:
-    """The language part says nothing of tying; the old Mistral 3 files say nothing anywhere."""
+    """The language part has no key for tying; old Mistral 3 files have it nowhere."""
     text.pop("tie_word_embeddings", None)
     top.pop("tie_word_embeddings", None)
     _rope(top["vision_config"])
@@ -197,4 +197,4 @@ FAMILIES: dict[str, Callable[[Config, Config], None]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Starcoder2ForCausalLM": _starcoder2,
 }
-"""What a family's old files say differently, beyond what all old files do."""
+"""What a family's old files have in addition to all old files' differences."""

@@ -1,8 +1,8 @@
 """Random weights for tiny models whose outputs can be compared; not an initialiser to train from.
 
-Every number depends only on the seed and the parameter's name, so two variants of one family share what
-they have in common and their logits can be compared directly. Norms lie around their neutral value, biases
-are never zero, and a router's choice is decided by the token with a wide margin: two correct
+Every number depends only on the seed and the parameter's name, so variants of a family share what
+they have in common, and their logits can be compared. Norms are near their neutral value, biases
+are never zero, and tokens decide a router's choice with a wide margin: two correct
 implementations never pick different experts.
 """
 
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 SPREAD = 0.2
-"""How far norms and biases stray from where the library initialises them."""
+"""Spread of norms and biases around transformers' initial values."""
 
 QUERY_GAIN = 1.2
 EMBEDDING = 0.5
 POSITION = 0.3
 ROUTING_STRENGTH = 3.0
-"""How strongly an embedding says which experts its token wants."""
+"""How strongly an embedding selects its token's experts."""
 
 LARGE_GAIN = ("lm_head", "o_proj", "out_proj", "down_proj", "c_proj", ".w2")
-"""What adds to the residual stream or ends it: quiet, and a tied model merely repeats its input."""
+"""Matrices that add to the residual stream, and the head: too small, and a tied model repeats its input."""
 
 INTO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight", ".w2.weight")
 STACKED_INTO_RESIDUAL = ("experts.down_proj", "mlp.w2")
@@ -33,7 +33,7 @@ ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".router.layer.w
 
 
 def randomize_weights(model: nn.Module, seed: int, *, embedding: float = EMBEDDING, active: int = 0) -> None:
-    """Fill every parameter; `active` is how many experts a token wants (0: the model has none)."""
+    """Fill all parameters; `active`: experts of a token (0: the model has none)."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,7 +60,7 @@ def _gain(name: str) -> float:
 
 
 def _inputs(model: nn.Module, name: str, parameter: Tensor) -> int:
-    """The width one output sums over; Conv1D keeps it first, stacked experts last."""
+    """The number of inputs; Conv1D has it first, stacked experts last."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if type(owner).__name__ == "Conv1D":
         return parameter.shape[0]
@@ -68,7 +68,7 @@ def _inputs(model: nn.Module, name: str, parameter: Tensor) -> int:
 
 
 def _make_routing_decisive(model: nn.Module, seed: int, embedding: float, active: int) -> None:
-    """Write each token's favourite experts into its embedding; keep them there; let the routers read them."""
+    """Write each token's experts into its embedding, which nothing may change, for the routers to read."""
     parameters = dict(model.named_parameters())
     routers = [parameter for name, parameter in parameters.items() if name.endswith(ROUTERS)]
     experts = routers[0].shape[0]

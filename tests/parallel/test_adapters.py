@@ -74,12 +74,12 @@ def test_lora_shards_add_up_in_every_family(architecture: str, tmp_path: Path) -
     shapes = making.matrix_shapes(folder, transposed=architecture == "GPT2LMHeadModel")
     adapter = making.write_adapter(tmp_path / "lora", shapes, size=0.5).folder
     config = Config(folder)
-    whole, shared = Model(config), ThreadParallelModel(config, 2)
-    whole.load()
+    single, shared = Model(config), ThreadParallelModel(config, 2)
+    single.load()
     ids = torch.randint(0, 100, (3, 12))
-    plain = whole.forward(ids)
-    lora, other = Lora.from_directory(whole, adapter), Lora.from_directory(shared, adapter)
-    want = torch.cat([whole.forward(ids[row : row + 1], loras=(lora, row)) for row in range(3)])
+    plain = single.forward(ids)
+    lora, other = Lora.from_directory(single, adapter), Lora.from_directory(shared, adapter)
+    want = torch.cat([single.forward(ids[row : row + 1], loras=(lora, row)) for row in range(3)])
     active: Any = tuple((LoraRef(other.number, float(row)),) for row in range(3))
     assert relative_error(rank0_logits(shared.ranks, ids, active), want) < 1e-5
     assert relative_error(want, plain) > 1e-3

@@ -46,8 +46,8 @@ INT_DOT_TOLERANCE = 4e-3
 @pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> Iterator[None]:
     """Fork ranks: importing torch takes most of a process's start."""
-    with ForkServer() as zygote, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("exlm.model.parallel_driver.start_workers", zygote.start)
+    with ForkServer() as fork_server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("exlm.model.parallel_driver.start_workers", fork_server.start)
         yield
 
 
@@ -67,25 +67,25 @@ def max_difference(one: Tensor, two: Tensor) -> float:
     return float((one - two).abs().max())
 
 
-def same_answers(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
-    for place, (got, want) in enumerate(zip(forward_outputs(model), forward_outputs(whole), strict=True)):
+def check_same_outputs(model: Model, single: Model, adapters: Sequence[Path]) -> None:
+    for place, (got, want) in enumerate(zip(forward_outputs(model), forward_outputs(single), strict=True)):
         assert max_difference(got, want) < (
             ROUNDING_TOLERANCE if place < FIRST_QUANTIZED else QUANTIZED_CACHE_TOLERANCE
         )
 
 
 def same_adapters(
-    model: Model, whole: Model, adapters: Sequence[Path], bound: float = ROUNDING_TOLERANCE
+    model: Model, single: Model, adapters: Sequence[Path], bound: float = ROUNDING_TOLERANCE
 ) -> None:
     """LoRAs on every matrix; rows of one batch use one, the other, both or none."""
-    (texts, logits), (want_texts, want) = (run_with_adapters(one, adapters) for one in (model, whole))
+    (texts, logits), (want_texts, want) = (run_with_adapters(one, adapters) for one in (model, single))
     assert texts == want_texts
     assert len(set(texts)) == 4
     for one, two in zip(logits, want, strict=True):
         assert max_difference(one, two) <= bound
 
 
-def worker_caches_are_released(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
+def worker_caches_are_released(model: Model, single: Model, adapters: Sequence[Path]) -> None:
     mirror = model.cache_replicator
     assert mirror is not None
     for _ in range(3):
@@ -97,7 +97,7 @@ def worker_caches_are_released(model: Model, whole: Model, adapters: Sequence[Pa
     assert not mirror._dropped  # type: ignore[attr-defined]
 
 
-def a_refusal_breaks_nothing(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
+def a_refusal_breaks_nothing(model: Model, single: Model, adapters: Sequence[Path]) -> None:
     class UnknownCache(Cache):
         """A cache class that workers do not know."""
 
@@ -115,13 +115,13 @@ def a_refusal_breaks_nothing(model: Model, whole: Model, adapters: Sequence[Path
     assert model.forward(IDS).shape == (1, 40, 2048)
 
 
-def the_last_rank_is_killed(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
+def the_last_rank_is_killed(model: Model, single: Model, adapters: Sequence[Path]) -> None:
     kill_worker(model, -1, adapters[0])
 
 
 EXTRA_CHECKS: dict[tuple[str, int], list[Check]] = {  # further checks for some numbers of ranks
-    ("dense", 2): [same_answers, worker_caches_are_released, a_refusal_breaks_nothing],
-    ("dense", 4): [same_answers, same_adapters, the_last_rank_is_killed],
+    ("dense", 2): [check_same_outputs, worker_caches_are_released, a_refusal_breaks_nothing],
+    ("dense", 4): [check_same_outputs, same_adapters, the_last_rank_is_killed],
     ("exl2", 2): [partial(same_adapters, bound=INT_DOT_TOLERANCE)],
     ("exl2", 4): [the_last_rank_is_killed],
     ("gptq", 2): [the_last_rank_is_killed],
@@ -135,12 +135,12 @@ def test_tensor_parallel_equals_one_process(
 ) -> None:
     """With every cache: batches, cancelling, page copies and a draft model; then n-gram drafts."""
     folder = fixtures_dir / FORMATS[form]
-    whole, draft = single_process_model(folder), single_process_model(fixtures_dir / "tiny-lm-exl2-4.0bpw")
+    single, draft = single_process_model(folder), single_process_model(fixtures_dir / "tiny-lm-exl2-4.0bpw")
     with parallel_model(folder, ranks) as model:
-        check_shards(model, whole, ranks)
+        check_shards(model, single, ranks)
         for kind in KINDS:
             texts = []
-            for one in (model, whole):
+            for one in (model, single):
                 drafting = {"draft_model": draft, "draft_cache": kind(draft, max_seq_len=1280)}
                 texts.append(run_session(one, kind, **drafting))
             assert texts[0] == texts[1], kind.__name__
@@ -152,14 +152,14 @@ def test_tensor_parallel_equals_one_process(
                 {"draft_model": model, "draft_cache": Cache(model, max_seq_len=1280)},
             )
         )
-        assert plain == guessed == led == make_generator(whole).generate(PROMPTS[0], 10, gen_settings=GREEDY)
+        assert plain == guessed == led == make_generator(single).generate(PROMPTS[0], 10, gen_settings=GREEDY)
         for check in EXTRA_CHECKS[form, ranks]:
-            check(model, whole, adapters)
+            check(model, single, adapters)
 
 
-def check_shards(model: Model, whole: Model, ranks: int) -> None:
+def check_shards(model: Model, single: Model, ranks: int) -> None:
     """Two kv heads: two of four ranks replicate one. The head is cut by vocabulary, a cache by heads."""
-    spec, loaded = whole.config.spec, model._loaded
+    spec, loaded = single.config.spec, model._loaded
     assert loaded is not None
     shares = [heads(spec.layers[0].attn, rank, ranks) for rank in range(ranks)]
     assert [share.kv for share in shares] == ([(0, 1)] * (ranks // 2) + [(1, 2)] * (ranks // 2))
@@ -169,7 +169,7 @@ def check_shards(model: Model, whole: Model, ranks: int) -> None:
     assert (own, joined.out_features) == (ranges(spec.vocab, ranks)[0][1], spec.vocab)
     assert model.tp_context == ranks
     for kind in KINDS:
-        shared, one = kind(model, max_seq_len=512), kind(whole, max_seq_len=512)
+        shared, one = kind(model, max_seq_len=512), kind(single, max_seq_len=512)
         assert sum(shared.footprint()) * 2 == sum(one.footprint())
 
 
@@ -179,12 +179,12 @@ def test_pipeline_parallel_equals_one_process(
 ) -> None:
     """Bit for bit: every rank runs its layers as one process would."""
     folder = fixtures_dir / FORMATS[form]
-    whole = single_process_model(folder)
+    single = single_process_model(folder)
     with parallel_model(folder, ranks, "load_pipeline") as model:
-        assert all(map(torch.equal, forward_outputs(model), forward_outputs(whole)))
+        assert all(map(torch.equal, forward_outputs(model), forward_outputs(single)))
         for kind in KINDS[::2]:
             assert run_session(model, kind, use_ngram_draft=True) == run_session(
-                whole, kind, use_ngram_draft=True
+                single, kind, use_ngram_draft=True
             )
-        same_adapters(model, whole, adapters, bound=0)
+        same_adapters(model, single, adapters, bound=0)
         kill_worker(model, victim - 1, adapters[0])

@@ -110,7 +110,7 @@ def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) 
     frozen = Config(fixtures_dir / name).freeze()
     source = open_checkpoint(frozen)
     for role, wide, high, bias in list(matrices(frozen.spec))[:7]:
-        whole = source.weight(role, wide, high, bias=bias, dtype=torch.float32, device=CPU).dequantize()
+        single = source.weight(role, wide, high, bias=bias, dtype=torch.float32, device=CPU).dequantize()
         parts = []
         for rank in range(size):
             sharded = ShardedSource(source, frozen.spec, rank, size)
@@ -123,7 +123,7 @@ def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) 
             assert cut is not None
             rows = slice(cut.start, cut.stop) if cut.dim == 0 else slice(None)
             columns = slice(cut.start, cut.stop) if cut.dim == 1 else slice(None)
-            assert torch.equal(piece.dequantize(), whole[rows, columns])
+            assert torch.equal(piece.dequantize(), single[rows, columns])
             parts.append(piece)
         if role.endswith(("attn.o", "mlp.down")):
             assert sum(piece.in_features for piece in parts) == wide
@@ -142,10 +142,10 @@ def test_a_part_owns_its_memory_and_one_rank_the_bias() -> None:
 @pytest.mark.parametrize("name", FIXTURES)
 def test_every_format_gives_the_same_logits(fixtures_dir: Path, name: str) -> None:
     config = Config(fixtures_dir / name)
-    whole = Model(config)
-    whole.load()
+    single = Model(config)
+    single.load()
     ids = torch.arange(10, 50).view(2, 20)
-    want = whole.forward(ids)
+    want = single.forward(ids)
     for size in (2, 3, 4):  # 2 kv heads: three ranks get uneven shards, four replicate heads
         got = rank0_logits(load_shards(config.freeze(), size), ids)
         assert float((got - want).norm() / want.norm()) < 1e-4
@@ -156,10 +156,10 @@ def test_every_family_gives_the_same_logits(case: Case, tmp_path: Path) -> None:
     config = Config(zoo.build(case.architecture, tmp_path / "model", **case.overrides).folder)
     config.max_seq_len = 64
     frozen = config.freeze()
-    whole = Model(config)
-    whole.load()
+    single = Model(config)
+    single.load()
     ids = torch.randint(0, 100, (1, 40))
-    want = whole.forward(ids)
+    want = single.forward(ids)
     check_shardable(frozen.spec, 2)
     got = rank0_logits(load_shards(frozen, 2), ids)
     assert float((got - want).norm() / want.norm()) < 1e-5
@@ -170,9 +170,9 @@ def test_a_norm_over_all_heads_counts_each_head_once(size: int, tmp_path: Path) 
     """Six query heads and two kv heads: from three ranks on, some replicate a kv head."""
     heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
     config = Config(zoo.build("Olmo2ForCausalLM", tmp_path / "model", **heads).folder)
-    whole = Model(config)
-    whole.load()
+    single = Model(config)
+    single.load()
     ids = torch.randint(0, 100, (2, 20))
-    want = whole.forward(ids)
+    want = single.forward(ids)
     got = rank0_logits(load_shards(config.freeze(), size), ids)
     assert float((got - want).norm() / want.norm()) < 1e-5

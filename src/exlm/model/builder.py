@@ -44,7 +44,7 @@ from ..nn import (
 )
 from ..nn.attention import Qkv, no_qk_norm
 from ..nn.block import BlockLike, DeviceTransfer, TransferFn, no_transfer
-from ..nn.fused import FusedBlock, FusedHead, fuse_block, fuse_decoder, fuse_head
+from ..nn.fused import FusedBlock, FusedHead, chain_blocks, fuse_block, fuse_decoder, fuse_head
 from ..nn.mlp import MlpLike
 from ..spec.weight_roles import Matrix, matrices
 from .decoder import Decoder
@@ -129,14 +129,13 @@ class Builder:
             for i, layer in enumerate(self.model.layers):
                 decoder.blocks.append(self.block(i, layer))
                 decoder.transfers.append(self.transfer_before(i))
-                previous, block = decoder.blocks[-2:][0], decoder.blocks[-1]
-                if i and isinstance(previous, FusedBlock) and isinstance(block, FusedBlock):
-                    previous.link_next(block)
                 trim_heap()
                 yield decoder
             decoder.transfers.append(self.transfer_before(len(self.model.layers)))
             if all(transfer is no_transfer for transfer in decoder.transfers):
                 decoder.fused = fuse_decoder(decoder.blocks)
+            if decoder.fused is None:
+                chain_blocks(decoder.blocks)
         self._prefetcher = None
         release_pool()
         yield decoder

@@ -9,6 +9,7 @@ LoRA wraps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -89,11 +90,6 @@ class FusedBlock:
         if mlp is not None:
             norm = None if block.attn.norm is no_qk_norm else block.attn.norm
             self.fused_layer = qkv.fuse_layer(block.attn.attend, norm, o, *mlp)
-
-    def link_next(self, following: FusedBlock) -> None:
-        """Let this layer write its output as the next one's kernels read it, if both run as one."""
-        if self.fused_layer is not None and following.fused_layer is not None:
-            self.fused_layer.chain_to(following.fused_layer)
 
     @property
     def attn(self) -> Attention:
@@ -198,6 +194,15 @@ def fuse_decoder(blocks: Sequence[BlockLike]) -> FusedDecoder | None:
         return None
     decoder = layers[0].fuse_decoder(layers[1:])
     return None if decoder is None else FusedDecoder(decoder, min(block.max_tokens for block in fused))
+
+
+def chain_blocks(blocks: Sequence[BlockLike]) -> None:
+    """Let each block that runs as one write its output as the next one's kernels read it."""
+    for block, following in pairwise(blocks):
+        if not isinstance(block, FusedBlock) or not isinstance(following, FusedBlock):
+            continue
+        if block.fused_layer is not None and following.fused_layer is not None:
+            block.fused_layer.chain_to(following.fused_layer)
 
 
 class FusedHead(Head):

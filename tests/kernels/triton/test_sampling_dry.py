@@ -1,4 +1,4 @@
-"""DRY on a device: the kernel against a search of every place, and texts that are told token by token."""
+"""DRY on a device: the kernel against a brute-force search, and texts that grow token by token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import triton.language as tl
 
 from exlm.kernels.triton.sampling_logits import apply_dry
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter: overflow
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # overflow in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH = 40
 
@@ -38,7 +38,7 @@ def dry_test_kernel(y, counts, words, table, width, span, TILE: tl.constexpr):  
 
 
 def kernel_costs(text: list[int], settings: Settings, breakers: frozenset[int]) -> list[float]:
-    """What the kernel takes from each logit, told of the last token by a word."""
+    """The kernel's penalty of each logit; the header word has the last token."""
     device_history, span = DeviceTokenHistory(WIDTH, DEVICE), 23
     mask = torch.tensor([token in breakers for token in range(WIDTH)], device=DEVICE)
     table = torch.tensor(settings.compiled().kernel_row, dtype=torch.float64, device=DEVICE)
@@ -56,7 +56,7 @@ def kernel_costs(text: list[int], settings: Settings, breakers: frozenset[int]) 
 
 
 def check_against_oracle(seed: int) -> None:
-    """One text and one rule, against the oracle."""
+    """Compare one text and one setting with the oracle."""
     rng = Random(seed)
     variety = rng.choice((1, 2, 3, 12))
     text = [rng.randrange(variety) for _ in range(rng.choice((0, 1, 2, 5, 17, 50)))]
