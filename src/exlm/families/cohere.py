@@ -16,7 +16,7 @@ def cohere(c: ConfigReader) -> spec.Model:
 
 
 def _parallel_decoder(c: ConfigReader) -> spec.Model:
-    """What both have in common."""
+    """The decoder of both versions: attention and MLP in parallel."""
     n = norm(c, "layer_norm_eps", kind="layer")
     attn = attention(c)
     attn = replace(
@@ -30,8 +30,8 @@ def _parallel_decoder(c: ConfigReader) -> spec.Model:
 
 
 def cohere2(c: ConfigReader) -> spec.Model:
-    """Three layers in a window with rotations, then one that sees all and knows no positions."""
-    c = c.with_defaults(sliding_window=4096)  # without one, no layer would know positions
+    """Three layers with a window and RoPE, then one with full attention and no RoPE."""
+    c = c.with_defaults(sliding_window=4096)  # without one, no layer would have RoPE
     pattern = c.size("sliding_window_pattern", "_sliding_window_pattern", default=4)
     sizes = layer_windows(c, c.num_layers(), lambda i: (i + 1) % pattern != 0)
 

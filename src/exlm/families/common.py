@@ -114,7 +114,7 @@ def moe(c: ConfigReader, **changes: Any) -> spec.Moe:
 
 
 def layer_windows(c: ConfigReader, depth: int, is_windowed: Callable[[int], bool]) -> list[int | None]:
-    """The window of each layer: by `layer_types` when the file lists them, else by the family's own rule."""
+    """The sliding window of each layer: by `layer_types` if the file has them, else by the family's rule."""
     size = c.integer("sliding_window", "sliding_window_size", default=None)
     if not size:
         return [None] * depth
@@ -151,12 +151,12 @@ def map_layers(model: spec.Model, change: Callable[[int, spec.Layer], spec.Layer
 
 
 def with_windows(model: spec.Model, sizes: list[int | None]) -> spec.Model:
-    """The model with each layer's attention narrowed to its window."""
+    """The model with a sliding window in each layer's attention."""
     return map_layers(model, lambda i, layer: replace(layer, attn=replace(layer.attn, window=sizes[i])))
 
 
 def decoder(c: ConfigReader, layers: Iterable[spec.Layer], **changes: Any) -> spec.Model:
-    """A decoder of these layers, with the multipliers and caps config.json may name."""
+    """A decoder of these layers, with the multipliers and softcaps of config.json."""
     scale = c.real("embedding_multiplier", "scale_emb", default=1.0)
     logit_scale = c.real("logit_scale", default=1.0) / c.positive("logits_scaling", default=1.0)
     tied = changes.pop("tied", False)
@@ -181,7 +181,7 @@ def decoder(c: ConfigReader, layers: Iterable[spec.Layer], **changes: Any) -> sp
 def fused_qkv(
     attn: spec.Attention, key: str, *, transposed: bool = False
 ) -> dict[str, tuple[TensorLocation, ...]]:
-    """Places for q, k, v: alone, or one after the other in `key`."""
+    """Locations of q, k and v: separate, or one after the other in `key`."""
     q, kv = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
     spans = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}
     return {
@@ -194,7 +194,7 @@ def fused_qkv(
 
 
 def fused_gate_up(width: int, key: str = "mlp.gate_up_proj") -> dict[str, tuple[TensorLocation, ...]]:
-    """Places for gate and up: alone, or one after the other in `key`."""
+    """Locations of gate and up: separate, or one after the other in `key`."""
     return {
         "mlp__gate": (
             TensorLocation(LAYER_PREFIX + "mlp.gate_proj"),
@@ -208,7 +208,7 @@ def fused_gate_up(width: int, key: str = "mlp.gate_up_proj") -> dict[str, tuple[
 
 
 def interleaved_qkv(attn: spec.Attention, key: str) -> dict[str, tuple[TensorLocation, ...]]:
-    """Places for q, k, v packed by key/value head: its query heads, its key, its value, and so on."""
+    """Locations of q, k and v interleaved by KV head: its query heads, its key, its value, and so on."""
     d, share = attn.head_dim, attn.heads // attn.kv_heads
     step = (share + 2) * d
     starts = [h * step for h in range(attn.kv_heads)]
@@ -229,7 +229,7 @@ def interleaved_qkv(attn: spec.Attention, key: str) -> dict[str, tuple[TensorLoc
 def stacked_experts(
     separate: Mapping[str, TensorLocation], width: int, hidden: int
 ) -> dict[str, tuple[TensorLocation, ...]]:
-    """Places for router and experts: alone, or as transformers 5 holds them, in two tensors for a layer."""
+    """Locations of router and experts: separate, or stacked in two tensors a layer (transformers 5)."""
     gate_up_key, down_key = LAYER_PREFIX + "mlp.experts.gate_up_proj", LAYER_PREFIX + "mlp.experts.down_proj"
     stacked = {
         "mlp__router": TensorLocation(LAYER_PREFIX + "mlp.gate"),

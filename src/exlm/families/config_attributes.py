@@ -54,26 +54,26 @@ class ArchParams:
 
 
 class ConfigAttributes:
-    """Read-only numbers of a model; where layers differ, those of the first, or as each of them says."""
+    """Read-only attributes of a model; where layers differ, the first layer's, unless one says otherwise."""
 
     @property
     @abstractmethod
     def spec(self) -> spec.Model:
-        """The description."""
+        """The model's description."""
 
     @property
     @abstractmethod
     def _config_reader(self) -> ConfigReader:
-        """config.json, for what no description needs."""
+        """config.json, for keys that the description does not have."""
 
     @property
     def architecture(self) -> str:
-        """The name config.json gives."""
+        """The architecture in config.json."""
         return self.spec.architecture
 
     @property
     def arch(self) -> ArchParams:
-        """What is peculiar to the architecture, as in `config.arch.lm.requires_bos`."""
+        """Parameters of the architecture, such as `config.arch.lm.requires_bos`."""
         model, first = self.spec, self.spec.layers[0]
         rope, windows = primary_rope(model), [layer.attn.window is not None for layer in model.layers]
         styles = {"gptj": RopeStyle.GPTJ, "neox": RopeStyle.NEOX}
@@ -98,17 +98,17 @@ class ConfigAttributes:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Vocabulary size: rows of the embedding."""
         return self.spec.vocab
 
     @property
     def hidden_size(self) -> int:
-        """Width of the residual stream."""
+        """Hidden size."""
         return self.spec.hidden
 
     @property
     def num_hidden_layers(self) -> int:
-        """Depth."""
+        """Number of layers."""
         return len(self.spec.layers)
 
     @property
@@ -128,12 +128,12 @@ class ConfigAttributes:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """Head dimension."""
         return self.spec.layers[0].attn.head_dim
 
     @property
     def intermediate_size(self) -> int:
-        """Width of the first layer's MLP (of one expert, if it has experts)."""
+        """Intermediate size of the first layer's MLP, or of one of its experts."""
         return self.spec.layers[0].mlp.width
 
     @property
@@ -146,7 +146,7 @@ class ConfigAttributes:
 
     @property
     def norm_eps(self) -> float:
-        """What is added to the mean square in norms."""
+        """Epsilon of the norms."""
         return self.spec.final_norm.eps
 
     @property
@@ -156,27 +156,27 @@ class ConfigAttributes:
 
     @property
     def attn_logit_softcapping(self) -> float | None:
-        """The cap on attention scores."""
+        """Softcap of attention scores."""
         return self.spec.layers[0].attn.softcap
 
     @property
     def final_logit_softcapping(self) -> float | None:
-        """The cap on logits."""
+        """Softcap of logits."""
         return self.spec.head.softcap
 
     @property
     def logit_scale(self) -> float:
-        """What logits are multiplied by."""
+        """Factor of the logits."""
         return self.spec.head.scale
 
     @property
     def scale_emb(self) -> float:
-        """What embeddings are multiplied by."""
+        """Factor of the embeddings."""
         return self.spec.embed.scale
 
     @property
     def scale_depth(self) -> float:
-        """What attention and MLP are multiplied by before they are added."""
+        """Factor of the outputs of attention and MLP before they are added."""
         return self.spec.layers[0].residual_scale
 
     @property
@@ -186,29 +186,29 @@ class ConfigAttributes:
 
     @property
     def query_pre_attn_scalar(self) -> float | None:
-        """What config.json says; 1 over its root is what scores are multiplied by."""
+        """`query_pre_attn_scalar` of config.json; attention scores are divided by its square root."""
         return self._real("query_pre_attn_scalar", None)
 
     @property
     def attention_multiplier(self) -> float | None:
-        """What config.json says; what scores are multiplied by instead."""
+        """`attention_multiplier` of config.json, the factor of attention scores."""
         return self._real("attention_multiplier", None)
 
     @property
     def initializer_range(self) -> float | None:
-        """What config.json says; of use to those who train."""
+        """`initializer_range` of config.json, which only training uses."""
         return self._real("initializer_range", 0.02)
 
     # Windows and positions
 
     @property
     def sliding_window(self) -> int:
-        """Keys that a layer with a window sees; 0 if no layer has one."""
+        """Sliding window in tokens; 0 if no layer has one."""
         return max((layer.attn.window or 0 for layer in self.spec.layers), default=0)
 
     @property
     def sliding_window_pattern(self) -> int:
-        """Every so many layers one sees everything; 1 if there is no such rhythm."""
+        """Every so many layers one has full attention; 1 without such a pattern."""
         wide = [i + 1 for i, layer in enumerate(self.spec.layers) if layer.attn.window is None]
         if not wide or not self.sliding_window:
             return 1
@@ -216,7 +216,7 @@ class ConfigAttributes:
 
     @property
     def original_max_seq_len(self) -> int:
-        """The length that LongRoPE's short factors are for; else the trained length."""
+        """The context length of LongRoPE's short factors, else the trained length."""
         scaling = self._scaling
         return (
             scaling.original_max_positions
@@ -226,7 +226,7 @@ class ConfigAttributes:
 
     @property
     def alt_rope_method(self) -> str | None:
-        """How the file stretches rotations: "su" (LongRoPE), "yarn", "llama3", or None of these."""
+        """The RoPE scaling: "su" (LongRoPE), "yarn", "llama3", or None for any other."""
         named = {spec.LongRopeScaling: "su", spec.YarnScaling: "yarn", spec.Llama3Scaling: "llama3"}
         return named.get(type(self._scaling))
 
@@ -248,22 +248,22 @@ class ConfigAttributes:
 
     @property
     def l3_rope_factor(self) -> float | None:
-        """Llama 3's divisor of long wavelengths."""
+        """Llama 3's divisor of low frequencies."""
         return scaling.factor if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
 
     @property
     def l3_rope_low_freq_factor(self) -> float | None:
-        """Where Llama 3's long wavelengths begin."""
+        """`low_freq_factor` of Llama 3's RoPE scaling."""
         return scaling.low_freq_factor if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
 
     @property
     def l3_rope_high_freq_factor(self) -> float | None:
-        """Where its short ones end."""
+        """`high_freq_factor` of Llama 3's RoPE scaling."""
         return scaling.high_freq_factor if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
 
     @property
     def l3_rope_original_max_position_embeddings(self) -> int | None:
-        """The length before it was stretched."""
+        """The context length before scaling."""
         return (
             scaling.original_max_positions
             if isinstance(scaling := self._scaling, spec.Llama3Scaling)

@@ -25,7 +25,7 @@ MAX_ALL_EXPERTS = 2**17
 MAX_VOCAB = 2**22
 """Rows of the embedding. Lookup tables of the tokenizer have an entry for each; 2**18 is common."""
 
-MOST: Mapping[str, int] = {
+SIZE_LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("num_attention_heads", "n_heads", "n_head"), MAX_HEADS),
     **dict.fromkeys(("num_key_value_heads", "attn_config.kv_n_heads"), MAX_HEADS),
     "head_dim": MAX_HEAD_DIM,
@@ -117,10 +117,10 @@ class ConfigReader:
         return value
 
     def size(self, *keys: str, default: Any = REQUIRED) -> int:
-        """A whole number of at least one, and no larger than `MOST` allows."""
+        """A whole number of at least one, and no larger than `SIZE_LIMITS` allows."""
         key, _ = self.find(*keys)
         value = self.integer(*keys, default=default)
-        most = MOST.get(key, MAX_SIZE - 1)
+        most = SIZE_LIMITS.get(key, MAX_SIZE - 1)
         if not isinstance(value, int) or not 0 < value <= most:
             raise self.invalid_value(key, f"a size from 1 to {most}", value)
         return value

@@ -38,7 +38,7 @@ def dbrx(c: ConfigReader) -> spec.Model:
 
 
 def _router_normalisation(c: ConfigReader) -> tuple[float, bool]:
-    """The norm the chosen experts' shares are divided by, and whether the file says null: by none at all."""
+    """The p-norm that divides the weights of the active experts, and whether the file has null: none."""
     key = "moe_normalize_expert_weights"
     raw = c.table("ffn_config").get(key, 1.0) is None
     return c.real(f"ffn_config.{key}", default=1.0), raw

@@ -30,11 +30,11 @@ POST_NORMS = {
 }
 
 SOFTCAP_DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""Of a Gemma 2 whose file does not mention them; null is none."""
+"""Softcaps of a Gemma 2 whose file leaves them out; null means none."""
 
 
 def gemma(c: ConfigReader) -> spec.Model:
-    """Llama with tanh-gelu and embeddings grown by the root of the width."""
+    """Llama with tanh-approximated GELU, and embeddings multiplied by the square root of the hidden size."""
     n = norm(c, offset=1.0)
     layer = spec.Layer(attention(c, **_head_fields(c)), _mlp(c), n, n)
     return _decoder(c, [layer] * c.num_layers(), n)
@@ -48,7 +48,7 @@ def gemmoe(c: ConfigReader) -> spec.Model:
 
 
 def gemma2(c: ConfigReader) -> spec.Model:
-    """Every other layer sees a window; norms before and after; caps on scores and logits."""
+    """A sliding window in every other layer, norms before and after, softcaps on scores and logits."""
     c = c.with_missing_keys(SOFTCAP_DEFAULTS).with_defaults(sliding_window=4096)
     n, depth = norm(c, offset=1.0), c.num_layers()
     sizes = layer_windows(c, depth, lambda i: i % 2 == 0)
@@ -62,8 +62,8 @@ def gemma2(c: ConfigReader) -> spec.Model:
 
 
 def gemma3(c: ConfigReader) -> spec.Model:
-    """Five layers in a window, then one that sees all and turns more slowly; normalised q and k."""
-    # Without a window no layer would know that it is a local one; published files leave the length out too.
+    """Five layers with a window, then one with full attention and a larger RoPE base; normalised q and k."""
+    # Published files leave the window out too; without one all layers would count as global.
     c = c.with_defaults(sliding_window=4096, max_position_embeddings=131072)
     n, depth = norm(c, offset=1.0), c.num_layers()
     pattern = c.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
@@ -81,14 +81,14 @@ def gemma3(c: ConfigReader) -> spec.Model:
 
 
 def _local_and_global_rope(c: ConfigReader, head_dim: int) -> tuple[spec.Rope, spec.Rope]:
-    """Local layers keep the trained rotation unless they have a table of their own that says otherwise."""
+    """RoPE of local layers, unscaled unless they have a table of their own, and of global layers."""
     local_rope = rope(c, head_dim, layer_type=SLIDING_ATTENTION, base_key="rope_local_base_freq")
     global_rope = rope(c, head_dim, theta=1_000_000.0, layer_type="full_attention")
     return local_rope, global_rope
 
 
 def _head_fields(c: ConfigReader) -> dict[str, Any]:
-    """Gemma's own defaults for what its shorter config files leave out."""
+    """Gemma's defaults for keys that short config files leave out."""
     heads = c.size("num_attention_heads", default=8)
     kv = c.size("num_key_value_heads", default=4)
     width = resolve_head_dim(c, heads, default=256)
@@ -103,7 +103,7 @@ def _score_fields(c: ConfigReader) -> dict[str, Any]:
 
 
 def _mlp(c: ConfigReader) -> spec.Mlp:
-    """`hidden_act` of the first files says plain gelu and never meant it."""
+    """The MLP. `hidden_act` is not read: the first files have gelu there, and the models use gelu_tanh."""
     return mlp(c, act=activation(c, "hidden_activation", default="gelu_pytorch_tanh"))
 
 

@@ -29,7 +29,7 @@ NON_MODEL_TYPES = {
 CONTROL_TOKEN_TYPE = 3
 
 NO_TOKEN_ID = 2**32 - 1
-"""-1, as converters write it where an id has no sign: there is no such token."""
+"""-1 as an unsigned number: converters write it for a token that does not exist."""
 
 
 def config_from_metadata(
@@ -39,7 +39,7 @@ def config_from_metadata(
     tensors: Collection[str] = (),
     factors: RopeFactors | None = None,
 ) -> dict[str, Any]:
-    """What config.json would say, as `families.describe(Hyper(config, source))` reads it.
+    """The config.json of the model, for `families.build_spec(ConfigReader(config, source))`.
 
     `tensors` are the names of the stored tensors, `factors` the numbers of those with rotary factors
     (`rope_freqs.weight`, `rope_factors_long.weight`, `rope_factors_short.weight`).
@@ -60,7 +60,7 @@ def config_from_metadata(
 
 
 class GgufConfigReader:
-    """Typed look-ups in the part of the metadata that describes the architecture."""
+    """Typed values of the metadata keys that describe the architecture."""
 
     def __init__(self, metadata: Mapping[str, Any], arch: str, source: str) -> None:
         self.metadata = metadata
@@ -68,11 +68,11 @@ class GgufConfigReader:
         self.source = source
 
     def get(self, key: str) -> Any:
-        """As the file has it, or None."""
+        """The value as stored, or None."""
         return self.metadata.get(f"{self.arch}.{key}")
 
     def size(self, key: str) -> int:
-        """A whole number of at least one that must be there; a list must give every layer the same."""
+        """A required whole number of at least one; a list must have the same number for every layer."""
         found = self.optional_size(key)
         if not found:
             raise self.invalid_value(key, "a number of at least 1", self.get(key))
@@ -90,7 +90,7 @@ class GgufConfigReader:
         raise self.invalid_value(key, "a whole number", value)
 
     def real(self, key: str) -> float | None:
-        """A finite number, as short as its 32 bits allow: 1e-05 and not 9.999999747378752e-06."""
+        """A finite number, with the fewest digits of its float32: 1e-05 and not 9.999999747378752e-06."""
         value = self.get(key)
         if value is None:
             return None
@@ -109,7 +109,7 @@ class GgufConfigReader:
 
     @property
     def head_dim(self) -> int:
-        """The width of a head, stated or the hidden width shared out."""
+        """The head dimension, stored or the hidden size divided by the heads."""
         stated = self.optional_size("attention.key_length")
         if stated is not None:
             return stated
@@ -121,7 +121,7 @@ class GgufConfigReader:
         return hidden // heads
 
     def invalid_value(self, key: str, expected: str, found: object) -> ConfigError:
-        """The error for a value that cannot be, or is not there."""
+        """The error for an invalid or missing value."""
         full = key if key.startswith("tokenizer.") else f"{self.arch}.{key}"
         return ConfigError(
             f'{self.source}: "{full}" must be {expected}, found {shown(found)}. Convert the model again.'
@@ -129,9 +129,9 @@ class GgufConfigReader:
 
 
 def _common_keys(k: GgufConfigReader, tensors: Collection[str]) -> dict[str, Any]:
-    """What every architecture has."""
+    """The keys that every architecture has."""
     head_dim, value = k.head_dim, k.optional_size("attention.value_length")
-    width = k.optional_size if k.arch == "qwen3moe" else k.size  # whose experts have a width of their own
+    width = k.optional_size if k.arch == "qwen3moe" else k.size  # its experts have a key of their own
     if value is not None and value != head_dim:
         raise k.invalid_value("attention.value_length", f"{head_dim}, as wide as keys", value)
     return {
@@ -143,7 +143,7 @@ def _common_keys(k: GgufConfigReader, tensors: Collection[str]) -> dict[str, Any
         "head_dim": head_dim,
         "max_position_embeddings": k.size("context_length"),
         "rms_norm_eps": k.real("attention.layer_norm_rms_epsilon"),
-        # The head falls back to the embedding wherever a file has none: so do all readers of GGUF.
+        # As in every reader of GGUF, a file without a head uses the embedding.
         "tie_word_embeddings": True,
         "attention_bias": {"blk.0.attn_q.bias", "blk.0.attn_output.bias"} <= set(tensors) or None,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors or None,
@@ -173,13 +173,13 @@ def _vocabulary_keys(k: GgufConfigReader) -> dict[str, Any]:
         "vocab_size": size,
         "bos_token_id": token_id("bos"),
         "eos_token_id": list(dict.fromkeys(end for end in eos_ids if end is not None)) or None,
-        # A padding that was given to the tokenizer but not to the weights is met in no text.
+        # A padding token that the embedding has no row for occurs in no text.
         "pad_token_id": token_id("padding", needed=False),
     }
 
 
 def _end_of_turn_ids(k: GgufConfigReader, tokens: list[Any], eos: int | None) -> list[int]:
-    """The control tokens that end an answer, unless the one that ends a text is among them."""
+    """The end-of-turn control tokens, unless the EOS token is one of them."""
     token_types = k.metadata.get("tokenizer.ggml.token_type")
     if not isinstance(token_types, list) or len(token_types) != len(tokens):
         return []
@@ -193,7 +193,7 @@ def _end_of_turn_ids(k: GgufConfigReader, tokens: list[Any], eos: int | None) ->
 
 
 def _rope_keys(k: GgufConfigReader, factors: RopeFactors) -> dict[str, Any]:
-    """The base, and how the frequencies are stretched."""
+    """The RoPE base and scaling."""
     found: dict[str, Any] = {"rope_theta": k.real("rope.freq_base")}
     original = k.optional_size("rope.scaling.original_context_length")
     if "rope_freqs.weight" in factors:
@@ -232,7 +232,7 @@ def _rope_scaling(k: GgufConfigReader, original: int | None) -> dict[str, Any] |
     }
     for yarn_key in ("beta_fast", "beta_slow"):
         table[yarn_key] = k.real(f"rope.scaling.yarn_{yarn_key}")
-    # What config.json says in place of the usual factor is copied; the other key is multiplied with it.
+    # One key replaces the default attention factor, the other multiplies it.
     table["attention_factor"] = k.real("rope.scaling.yarn_attn_factor")
     if (magnitude := k.real("rope.scaling.attn_factor")) is not None:
         default_factor = table["attention_factor"]
@@ -272,7 +272,7 @@ def _qwen3moe(k: GgufConfigReader) -> dict[str, Any]:
 
 
 def _query_pre_attn_scalar(k: GgufConfigReader, layers_of_largest: int) -> float:
-    """Scores are divided by the root of the head's width, in the widest model by that of its share."""
+    """The head dimension, in the largest model hidden size / heads; scores are divided by its square root."""
     if k.size("block_count") == layers_of_largest:
         return k.size("embedding_length") // k.size("attention.head_count")
     return k.head_dim
@@ -323,4 +323,4 @@ ARCHITECTURES: dict[str, Callable[[GgufConfigReader], dict[str, Any]]] = {
     "qwen3": lambda _: {"architectures": ["Qwen3ForCausalLM"]},
     "qwen3moe": _qwen3moe,
 }
-"""What GGUF calls an architecture, and how the rest of its config.json is written."""
+"""By architecture in GGUF, a function for the keys of config.json that are its own."""

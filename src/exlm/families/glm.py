@@ -1,4 +1,4 @@
-"""GLM-4: norms before and after, half of each head turning in interleaved pairs, fused gate and up."""
+"""GLM-4: norms before and after, RoPE on half of each head in interleaved pairs, fused gate and up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rope import rope
 
 
 def glm4(c: ConfigReader) -> spec.Model:
-    """Four norms a layer; a bias on q, k and v unless the file says no, never on the output."""
+    """Four norms per layer; q, k and v have a bias unless the file says no, the output never."""
     c = c.with_defaults(rms_norm_eps=1.5625e-7)
     n = norm(c)
     bias = c.flag("attention_bias", default=True)

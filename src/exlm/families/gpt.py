@@ -22,7 +22,7 @@ GPT2_KEY_RENAMES = (
 
 
 def gpt2(c: ConfigReader) -> spec.Model:
-    """Learned positions; matrices stored the other way round."""
+    """Learned positions; matrices stored transposed."""
     return _gpt(c, kv_heads=c.size("n_head", "num_attention_heads"), transposed=True)
 
 
@@ -34,7 +34,7 @@ def bigcode(c: ConfigReader) -> spec.Model:
 
 
 def starcoder2(c: ConfigReader) -> spec.Model:
-    """Rotary positions in GPT-2's clothes."""
+    """GPT-2 with RoPE."""
     bias = c.flag("use_bias", default=True)
     n = norm(c, "norm_epsilon", "layer_norm_epsilon", kind="layer", bias=True)
     block = mlp(c, gated=False, bias=bias, act=activation(c, "hidden_act", default="gelu_pytorch_tanh"))

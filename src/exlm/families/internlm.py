@@ -1,4 +1,4 @@
-"""InternLM2: Llama with other names and q, k, v woven together head by head."""
+"""InternLM2: Llama with other names, and q, k and v interleaved head by head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY_RENAMES = (
 
 
 def internlm2(c: ConfigReader) -> spec.Model:
-    """Llama's shape; `bias` puts one on attention."""
+    """Llama; with `bias`, attention has biases."""
     bias = c.flag("bias", default=False)
     attn = attention(c, qkv_bias=bias, out_bias=bias)
     names = TensorNames(key_renames=KEY_RENAMES).with_locations(

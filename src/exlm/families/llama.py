@@ -18,7 +18,7 @@ def llama(c: ConfigReader) -> spec.Model:
 
 
 def yi(c: ConfigReader) -> spec.Model:
-    """Llama whose first files call the norms ln1 and ln2."""
+    """Llama; the first files call the norms ln1 and ln2."""
     names = TensorNames().with_locations(
         attn_norm=(TensorLocation(LAYER_PREFIX + "ln1"), TensorLocation(LAYER_PREFIX + "input_layernorm")),
         mlp_norm=(
@@ -43,7 +43,7 @@ def granite(c: ConfigReader) -> spec.Model:
 
 
 def minicpm(c: ConfigReader) -> spec.Model:
-    """Llama whose residual is scaled by depth and whose logits by the width it was tuned at."""
+    """Llama with muP: residuals scaled by depth, logits by the width of the tuned base model."""
     model = llama(c)
     residual = c.real("scale_depth", default=math.sqrt(c.num_layers())) / math.sqrt(c.num_layers())
     tied = c.top_level_flag("tie_word_embeddings", default=True)
@@ -53,7 +53,7 @@ def minicpm(c: ConfigReader) -> spec.Model:
 
 
 def smollm3(c: ConfigReader) -> spec.Model:
-    """Llama in which every so many layers know no positions."""
+    """Llama in which every so many layers have no RoPE (NoPE)."""
     depth, model = c.num_layers(), llama(c.with_defaults(rope_theta=2e6))
     model = replace(
         model, head=replace(model.head, tied=c.top_level_flag("tie_word_embeddings", default=True))
@@ -75,7 +75,7 @@ def smollm3(c: ConfigReader) -> spec.Model:
 
 
 def olmo2(c: ConfigReader) -> spec.Model:
-    """Llama with its norms behind attention and MLP, and queries and keys normalised across all heads."""
+    """Llama with its norms after attention and MLP, and queries and keys normalised across all heads."""
     c = c.with_defaults(rms_norm_eps=1e-5)
     n = norm(c)
     attn = attention(c, qk_norm=spec.QkNorm(n, scope="all"))

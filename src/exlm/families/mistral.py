@@ -41,7 +41,7 @@ MISTRAL_DEFAULTS = {
 
 
 def mistral(c: ConfigReader) -> spec.Model:
-    """Llama with every layer's attention in a window, if the file names one."""
+    """Llama with a sliding window in every layer, if the file has one."""
     return with_windows(llama(c), layer_windows(c, c.num_layers(), lambda _: True))
 
 
@@ -57,7 +57,7 @@ def mixtral(c: ConfigReader) -> spec.Model:
 
 
 def pixtral(c: ConfigReader) -> spec.Model:
-    """Mistral behind a Pixtral tower: LLaVA and Mistral 3 files."""
+    """The language model of Pixtral: LLaVA and Mistral 3 files."""
     tower = c.text("vision_config.model_type", default=None)
     if tower != "pixtral":
         raise c.invalid_value(

@@ -35,7 +35,7 @@ def primary_rope(model: spec.Model) -> spec.Rope | None:
 
 
 def apply_overrides(model: spec.Model, overrides: Overrides) -> spec.Model:
-    """The description with the wishes in it; a wish that cannot be granted is an error."""
+    """The model with the overrides applied; InputError if one is impossible."""
     if model.embed.positions and overrides.max_seq_len > model.embed.positions:
         raise InputError(
             f"max_seq_len {overrides.max_seq_len} exceeds the {model.embed.positions} learned positions "
@@ -74,7 +74,7 @@ def _override_rope(rope: spec.Rope, model: spec.Model, overrides: Overrides) -> 
             raise InputError(f"config.{name} must be a number above 0, found {shown(value)}.")
     scaling = rope.scaling
     if isinstance(scaling, spec.LinearScaling):
-        scaling = None  # its factor is what scale_pos_emb starts from
+        scaling = None  # its factor is the initial value of scale_pos_emb
     if overrides.yarn_factor is not None:
         scaling = _yarn(scaling, model, overrides)
     return replace(

@@ -1,4 +1,4 @@
-"""Rotary settings out of config.json: `rope_theta` and `rope_scaling`, or the newer `rope_parameters`."""
+"""Reads RoPE settings from config.json: `rope_theta` and `rope_scaling`, or the newer `rope_parameters`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNSCALED_TYPES = {"default", "none", "mrope"}
 KEYS_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor", "mrope_section")
 """Keys of `rope_parameters` that are independent of the scaling method."""
 
-LEAST_TURNS = 1e-9
+MIN_BETA = 1e-9
 """The least beta of YaRN, which divides the original length by it: a smaller one would give infinity."""
 
 SLIDING_ATTENTION = "sliding_attention"
@@ -31,9 +31,9 @@ def rope(
     layer_type: str | None = None,
     base_key: str = "rope_theta",
 ) -> spec.Rope:
-    """The rotary settings of one layer type; `theta` and `partial` are the family's defaults.
+    """The RoPE of one layer type; `theta` and `rotary_fraction` are the family's defaults.
 
-    `base_key` is where files without a table for each layer type keep this one's base.
+    `base_key` is the key of this layer type's base in files without a table for each type.
     """
     p = RopeParameters(c, layer_type)
     fraction = p.real("partial_rotary_factor", rotary_fraction)
@@ -53,7 +53,7 @@ def rope(
 
 
 def rope_scaling(p: RopeParameters, dim: int) -> spec.RopeScaling | None:
-    """Which method stretches the frequencies, with its numbers."""
+    """The method of context extension and its numbers; None without one."""
     kind = p.rope_type
     if kind in UNSCALED_TYPES:
         return None
@@ -73,16 +73,15 @@ def rope_scaling(p: RopeParameters, dim: int) -> spec.RopeScaling | None:
 
 
 class RopeParameters:
-    """One layer type's rotary settings, whatever the spelling."""
+    """The RoPE settings of one layer type, in the older or the newer spelling."""
 
     def __init__(self, c: ConfigReader, layer_type: str | None) -> None:
         self.config = c
         rope_parameters: Mapping[str, Any] = c.table("rope_parameters")
         rope_scaling: Mapping[str, Any] = c.table("rope_scaling")
         nested = layer_type is not None and any(isinstance(v, Mapping) for v in rope_parameters.values())
-        if (
-            layer_type == SLIDING_ATTENTION
-        ):  # one table for all was always that of the layers that see everything
+        # A single table is that of the layers with full attention.
+        if layer_type == SLIDING_ATTENTION:
             rope_scaling, rope_parameters = {}, rope_parameters if nested else {}
         if nested and layer_type is not None:
             own = rope_parameters.get(layer_type)
@@ -102,12 +101,12 @@ class RopeParameters:
 
     @property
     def max_positions(self) -> int:
-        """The length the model is described for."""
+        """The context length in config.json."""
         return max_positions(self.config)
 
     @property
     def original_max_positions(self) -> int:
-        """The length before any extension; Phi3 keeps it beside, not inside, the rotary settings."""
+        """The length before context extension; Phi-3 stores it beside the RoPE settings, not inside."""
         key = "original_max_position_embeddings"
         value = self.config.get(key) or self.get(key)
         if value is None:
@@ -117,7 +116,7 @@ class RopeParameters:
         return int(value)
 
     def theta(self, default: float) -> float:
-        """The number whose powers the frequencies are."""
+        """The base of the frequencies."""
         if self.table.get("rope_theta") is None:
             return default
         theta: float = self.real("rope_theta", default)
@@ -126,11 +125,11 @@ class RopeParameters:
         return theta
 
     def get(self, key: str) -> Any:
-        """As the file has it, or None."""
+        """The value as stored, or None."""
         return self.table.get(key)
 
     def real(self, key: str, default: Any) -> Any:
-        """A number from the rotary settings, else from the top level, else the default."""
+        """A number from the RoPE settings, else from the top level, else the default."""
         value = self.table.get(key)
         if value is None:
             return self.config.real(key, default=default)
@@ -139,7 +138,7 @@ class RopeParameters:
         return float(value)
 
     def positive(self, key: str) -> float:
-        """A number above zero that must be there."""
+        """A required number above zero."""
         value = self.table.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
             raise self.config.invalid_value(
@@ -168,7 +167,7 @@ class RopeParameters:
 
 
 def _merge_tables(rope_parameters: Mapping[str, Any], rope_scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` and `rope_scaling` as one.
+    """`rope_parameters` and `rope_scaling` merged.
 
     Who writes a `rope_scaling` into a file that has the newer table, as the pages of models tell one to for
     long texts, means it: its method takes the place of the other.
@@ -181,7 +180,7 @@ def _merge_tables(rope_parameters: Mapping[str, Any], rope_scaling: Mapping[str,
 
 
 def max_positions(c: ConfigReader) -> int:
-    """The longest sequence the model is described for."""
+    """The context length in config.json."""
     return c.size(
         "max_sequence_length",
         "model_max_length",
@@ -223,10 +222,10 @@ def _yarn(p: RopeParameters) -> spec.YarnScaling:
 
 
 def _yarn_beta(p: RopeParameters, key: str, default: float) -> float:
-    """How often a dimension turns within the original length, where YaRN begins or ends."""
+    """YaRN's beta_fast or beta_slow: rotations within the original length."""
     found: float = p.real(key, None) or default
-    if found < LEAST_TURNS:
-        raise p.config.invalid_value(key, f"a number above {LEAST_TURNS:g}", found)
+    if found < MIN_BETA:
+        raise p.config.invalid_value(key, f"a number above {MIN_BETA:g}", found)
     return found
 
 

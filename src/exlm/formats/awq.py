@@ -1,7 +1,12 @@
 """AWQ in AutoAWQ's GEMM layout: 4 bits, eight columns interleaved in a word.
 
-Detects, checks and reads the tensors of one matrix; codes that are packed along rows are packed down columns
-instead. `gptq_config`, which reads the JSON of GPTQ and AWQ, refuses the other AWQ layouts.
+Detects, checks and reads the tensors of one matrix, and packs its codes down columns instead:
+
+    qweight  (inputs, columns / 8) int32   codes along each row, columns interleaved (`NIBBLE_COLUMNS`)
+    qzeros   (groups, columns / 8) int32   zero points, packed the same way
+    scales   (groups, columns) float16
+
+`gptq_config`, which reads the JSON of GPTQ and AWQ, refuses the other AWQ layouts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,15 @@
 """EXL2: inputs sorted by importance, groups of 2 to 8 bits, squared 4-bit scales.
 
-Detects, describes, checks, reads and writes the tensors of one matrix. Codes are taken as they are stored and
-never unpacked. `checkpoint` finds the tensors; `quantize` chooses bit widths and codes.
+Detects, describes, checks, reads and writes the tensors of one matrix, whose codes are taken as they are
+stored and never unpacked:
+
+    q_weight     (words, columns) int32        codes, a bit stream down each column, group after group
+    q_scale      (groups, columns / 8) int32   4-bit scale codes along each row (`Exl2Scales`)
+    q_scale_max  (groups,) float16             the scale of the largest code
+    q_groups     (2 * groups,) int16           bits and first row of q_weight of each group, unsigned
+    q_invperm    (inputs,) int16 to int64      the stored row of each input
+
+Columns are padded to a multiple of 32. `checkpoint` finds the tensors; `quantize` chooses widths and codes.
 """
 
 from __future__ import annotations

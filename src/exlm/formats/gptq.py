@@ -1,8 +1,15 @@
 """GPTQ: one width for the whole matrix, a scale and a zero point for each group of rows in each column.
 
-Detects, describes, checks, reads and writes the tensors of one matrix in the layouts `gptq` (zero points are
-stored less one) and `gptq_v2`. With act-order the inputs are sorted by group when a matrix is read; without
-it codes are taken as they are stored. `gptq_config` reads the JSON beside the tensors.
+Detects, describes, checks, reads and writes the tensors of one matrix:
+
+    qweight  (inputs * bits / 32, columns) int32   codes, a bit stream down each column
+    qzeros   (groups, columns * bits / 32) int32   zero points along each row; the layout `gptq` stores them
+                                                   less one, `gptq_v2` as they are
+    scales   (groups, columns) float16
+    g_idx    (inputs,) int32                       the group of each input; may be absent
+
+With act-order the inputs are sorted by group when a matrix is read; without it codes are taken as they are
+stored. `gptq_config` reads the JSON beside the tensors.
 """
 
 from __future__ import annotations
