@@ -72,7 +72,7 @@ def test_exlm_eval_prints_and_writes_the_report(folder: Path, tmp_path: Path) ->
         app, ["eval", str(folder), *arguments, "--no-speed", "-q"]
     )
     assert done.exit_code == 0, done.output
-    for words in ("perplexity", "same first choice", "100.00%"):
+    for words in ("perplexity", "top-1 agreement", "100.00%"):
         assert words in done.stdout
     table = json.loads((tmp_path / "report" / "quality.json").read_text())
     assert table["quality"]["top1"] == 1

@@ -96,7 +96,7 @@ def test_built_in_and_sampled_text_suffice(source: Path, tmp_path: Path) -> None
     assert table["quality"]["perplexity"] == quality.perplexity
     assert len(table["quality"]["layer_errors"]) == len(table["quality"]["layer_bits"]) == 2
     card = (tmp_path / "out" / "README.md").read_text()
-    for words in ("KL divergence", "same first choice", "bits a weight", "tokens/s"):
+    for words in ("KL divergence", "top-1 agreement", "bits a weight", "tokens/s"):
         assert words in card
 
 

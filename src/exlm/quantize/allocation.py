@@ -230,7 +230,7 @@ def allocate_budget(slots: Sequence[Slot], budget: int, weights: int) -> Allocat
     if used > budget:
         raise InputError(
             f"{budget / weights:.3f} bits a weight cannot be reached: the smallest this model can be is "
-            f"{used / weights:.3f}, scales and orders of rows included. Ask for more bits."
+            f"{used / weights:.3f}, scales and row permutations included. Ask for more bits."
         )
     exhausted: set[int] = set()
     for number, step in _hull_steps(hulls):

@@ -176,7 +176,7 @@ def _check_target(ctx: QuantContext, known: Measurement | None) -> None:
     if config.bits is not None and fewest > int(weights * config.bits):
         raise InputError(
             f"{config.bits:g} bits a weight cannot be reached: the smallest this model can be is "
-            f"{fewest / weights:.3f}, scales and orders of rows included. Ask for more bits."
+            f"{fewest / weights:.3f}, scales and row permutations included. Ask for more bits."
         )
     if config.size is not None and fewest > 8 * config.size - ctx.fixed_bits:
         fixed = -(-ctx.fixed_bits // 8)

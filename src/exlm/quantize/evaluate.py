@@ -85,11 +85,11 @@ class Quality:
             found += [
                 ("perplexity of the source", f"{self.against_perplexity:.4f}"),
                 ("KL divergence from it", f"{self.kl:.5f} nats a token ({percentiles})"),
-                ("same first choice", f"{self.top1:.2%} of tokens"),
+                ("top-1 agreement", f"{self.top1:.2%} of tokens"),
             ]
         if self.speed is not None:
             prompt, decode = self.speed["prompt"], self.speed["generation"]
-            found.append(("speed here", f"{prompt:,.0f} tokens/s reading, {decode:,.1f} writing"))
+            found.append(("speed here", f"prompt {prompt:,.0f} tokens/s, decode {decode:,.1f} tokens/s"))
         return found
 
 
@@ -363,7 +363,7 @@ def markdown(q: Quality, facts: Mapping[str, Any], plotted: bool) -> str:
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "## Quality", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in q.figures()]
-    lines += ["", "## Layers", "", "| layer | bits a weight | error behind it |", "|---|---|---|"]
+    lines += ["", "## Layers", "", "| layer | bits a weight | relative error |", "|---|---|---|"]
     for i, bits in enumerate(q.layer_bits):
         error = f"{q.layer_errors[i]:.4f}" if q.layer_errors else "–"
         lines.append(f"| {i} | {bits:.2f} | {error} |")

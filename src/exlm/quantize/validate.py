@@ -29,7 +29,11 @@ DTYPES = {
     "q_invperm": torch.int32,
 }
 MAX_OFFSET = 0x7FFF
+"""The largest offset of a group, in words of q_weight, that is the same number as int16 and as uint16."""
+
 MAX_INPUTS = 0xFFFF
+"""The largest number of inputs whose permutation fits in uint16."""
+
 FLOAT_DTYPES = (torch.float16,)
 
 
@@ -41,30 +45,30 @@ def validate_exl2(folder: str | Path) -> list[str]:
         return [f"{path} is a file: an EXL2 model is a folder."]
     files = SafetensorsFolder(path)
     stored = {model.names.to_llama_key(name): name for name in files.names()}
-    wrong: list[str] = []
+    violations: list[str] = []
     expected: set[str] = set()
     for m in matrices(model):
-        place = model.names.locations_of(m.role)[0]
-        names = {suffix: key_at(place, suffix) for suffix in (*TENSORS, "bias", "weight")}
+        location = model.names.locations_of(m.role)[0]
+        names = {suffix: key_at(location, suffix) for suffix in (*TENSORS, "bias", "weight")}
         present = {s: files.load(stored[n]) for s, n in names.items() if n in stored}
         expected |= {n for s, n in names.items() if s in present}
         if m.role.endswith(".router"):
-            wrong += [] if "weight" in present else [f"{place.key}: a router must be plain floats."]
+            violations += [] if "weight" in present else [f"{location.key}: a router must be plain floats."]
             continue
-        wrong += [f"{place.key}: {words}" for words in _check_matrix(m, present)]
+        violations += [f"{location.key}: {violation}" for violation in _check_matrix(m, present)]
     for role in ("embed", *(vector.role for vector in vector_specs(model))):
         name = key_at(model.names.locations_of(role)[0], "weight")
         expected |= {name, f"{name.removesuffix('weight')}bias"}
         if name not in stored:
-            wrong.append(f"{name} is missing.")
+            violations.append(f"{name} is missing.")
         elif files.dtype(stored[name]) not in FLOAT_DTYPES:
-            wrong.append(f"{name}: expected float16, found {files.dtype(stored[name])}.")
+            violations.append(f"{name}: expected float16, found {files.dtype(stored[name])}.")
     known = {name.rpartition(".")[0] for name in expected}
     for name in stored:
         key, _, suffix = name.rpartition(".")
         if suffix in TENSORS and key not in known:
-            wrong.append(f"{name}: no matrix of this model has that name.")
-    return wrong
+            violations.append(f"{name}: no matrix of this model has that name.")
+    return violations
 
 
 def _check_matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
