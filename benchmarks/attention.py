@@ -121,7 +121,7 @@ class Kernels:
         )
 
     def error(self, heads: tuple[int, int], cache: str, attend: AttentionFn) -> float:
-        """Check the kernels against plain torch in a few cases."""
+        """The largest error in a few cases, compared with plain torch."""
         right = self.plain.attention(self.attn(heads), self.plain.rope(self.rope, 1 << 14))
         worst = 0.0
         for past, tokens in ((77, 1), (5000, 1), (300, 5)):

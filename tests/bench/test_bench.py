@@ -1,4 +1,4 @@
-"""`exlm bench` and `exlm info --system`, run as a user runs them."""
+"""`exlm bench` and `exlm info --system`, run end to end."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_prompt_ids() -> None:
 
 @pytest.mark.parametrize("form", ["exl2", "gptq", "gguf", "dense"])
 def test_ngram_drafts_are_accepted_on_repetitive_text(form: str) -> None:
-    """A made-up model goes round its circle, so that every step makes as many tokens as it may."""
+    """A repetitive model cycles through tokens, so that every draft is accepted in full."""
     plan = BenchmarkConfig(
         shape="tiny", format=form, device="cpu", contexts=(40,), prompt=16, tokens=40, ngram=True
     )
@@ -177,7 +177,7 @@ def test_ngram_drafts_are_accepted_on_a_gpu() -> None:
     )
     rows = run_plan(plan).rows[1:]
     assert [row.work for row in rows] == ["decode", "ngram"] * 2
-    assert all(row.each > 7 for row in rows[1::2])  # behind 40 tokens, which have gone round twice already
+    assert all(row.each > 7 for row in rows[1::2])  # after 40 tokens, more than two cycles
 
 
 def test_roofline() -> None:

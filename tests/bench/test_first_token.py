@@ -1,4 +1,4 @@
-"""`benchmarks.first_token`: a model is written once, and a fresh process tells what it was busy with."""
+"""`benchmarks.first_token`: writes a model once; fresh processes report a timeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named shapes: the sizes that were published, and what a step of a mixture of experts reads."""
+"""Named shapes: their published sizes, and the bytes that a step of a MoE model reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exlm.bench.synthetic_weights import weight_format
 from exlm.spec.weight_roles import matrices
 
 PUBLISHED = {"llama-2-7b": 6.74, "llama-3-8b": 8.03, "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.53}
-"""Billions of weights."""
+"""Billions of weights of each shape."""
 
 
 @pytest.mark.parametrize("name", SHAPES)

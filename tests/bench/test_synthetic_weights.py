@@ -1,4 +1,4 @@
-"""Synthetic weights: as many bits as asked for, true to their formats, finite, the same every time."""
+"""Random weights: the requested bits, valid layouts, finite values, deterministic."""
 
 from __future__ import annotations
 

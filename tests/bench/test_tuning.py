@@ -1,4 +1,4 @@
-"""Tuning: one config is changed at a time, and only what is quicker stays."""
+"""Tuning: hill climbing over settings, and saving only faster ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TuneConfig = tuple[int, ...]
 
 
 class FakeSpace:
-    """A space of one number, whose neighbours are those next to it."""
+    """A one-dimensional space of settings."""
 
     def __init__(self, name: str, costs: Sequence[float], at: int) -> None:
         self.name, self.costs, self.config = name, costs, (at,)
@@ -52,7 +52,7 @@ def test_hill_climbing_ends_where_no_neighbor_is_faster(drawn: tuple[list[float]
 
 
 class Device:
-    """A backend with two dials."""
+    """A backend with tunable settings."""
 
     name = "dials"
 
@@ -69,7 +69,7 @@ class Device:
 
 
 def worked(monkeypatch: pytest.MonkeyPatch, device: Device, slower: float = 0.0) -> Model:
-    """A model that runs on it; with `slower` each pass takes so much longer than the one before."""
+    """A model on a fake device; with `slower` each pass takes so much longer than the last."""
     model, passes = Model.__new__(Model), count()
 
     class Passes:
@@ -97,7 +97,7 @@ def test_faster_settings_are_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_a_config_that_is_not_faster_in_alternation_is_reverted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A device that became quicker while it was tuned has found nothing."""
+    """If the device only became faster while it was tuned, nothing was found."""
     device = Device([FakeSpace("a", [1.0, 1.0], 0)], tmp_path)
     found = tune_model(worked(monkeypatch, device, slower=-0.01))
     assert (found.changes, found.file, device.kept) == ((), None, 0)
@@ -116,7 +116,7 @@ def test_a_model_without_tunable_kernels_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever is found: it is a model like before, and what was kept is used when it is loaded again."""
+    """Whatever is found, the model's output does not change, and saved settings are used at the next load."""
     monkeypatch.setenv("EXLM_CACHE", str(tmp_path))
     found = tune(BenchmarkConfig(shape="tiny", device="cuda", prompt=64))
     assert found.after <= found.before

@@ -1,4 +1,4 @@
-"""The command line on a terminal, with slow answers: TTY, its arguments. The process must lead a session."""
+"""Runs the command line on a terminal with slow answers: TTY ARGUMENTS… The process must lead a session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAUSE = 0.02
 
 
 def slow_down() -> None:
-    """Make answers long, and each of their steps take a while and be told of on the terminal."""
+    """Make answers long and each step slow, and print a mark on the terminal for every step."""
     real = Generator.iterate
 
     def iterate(self: Generator) -> Any:

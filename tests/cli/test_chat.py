@@ -1,4 +1,4 @@
-"""The terminal chat, told what to do line by line."""
+"""`exlm chat` with messages and commands on standard input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @pytest.fixture(autouse=True)
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every prompt that a model was given, as text."""
+    """Every prompt that the model gets, as text."""
     seen: list[str] = []
     real = ModelSession.stream
 
@@ -50,7 +50,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def say(folder: Path) -> Callable[..., tuple[list[str], str]]:
-    """Say these lines; the answers, and what else was told."""
+    """Send these lines; returns the answers, and what is written to standard error."""
 
     def said(*lines: str, options: tuple[str, ...] = ("-t", "0", "-n", "4")) -> tuple[list[str], str]:
         command = ["chat", str(folder), "-q", *options]
@@ -63,7 +63,7 @@ def say(folder: Path) -> Callable[..., tuple[list[str], str]]:
 
 
 def greedy(folder: Path, prompt: str, count: int) -> str:
-    """The same answer without a cache, one whole forward pass for each token."""
+    """The oracle: the same answer without a cache, one full forward pass for each token."""
     model, tokenizer = Model(Config(folder)), Tokenizer(Config(folder))
     model.load()
     ids = tokenizer.encode(prompt, encode_special_tokens=True)
@@ -149,7 +149,7 @@ def test_set_lists_shows_and_changes_settings(say: Any) -> None:
 
 
 def test_every_setting_with_a_textual_value_can_be_set(tokenizer: Tokenizer) -> None:
-    """And the others are known to be of no use in a conversation."""
+    """The other settings are listed as useless in a chat."""
     left_out = {field.name for field in dataclasses.fields(Settings)} - set(knobs.names())
     assert left_out == {
         "mirostat_mu", "token_bias", "cfg_scale", "post_sampling_hooks", "ngram_trie", "ngram_index",
@@ -246,7 +246,7 @@ OPERATIONS = st.lists(
 def test_random_commands_keep_the_conversation_consistent(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, operations: list[tuple[str, Any]]
 ) -> None:
-    """Beside it runs the simplest of models: a list of pairs."""
+    """The oracle is a list of (message, answer) pairs."""
     talk, pairs, system = Conversation(Settings(top_k=3)), [], None
     path = tmp_path_factory.getbasetemp() / "walk.json"
     for name, text in operations:

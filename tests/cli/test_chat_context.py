@@ -1,4 +1,4 @@
-"""How long a conversation on the terminal may be."""
+"""The context length of `exlm chat`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(folder: Path, context: int, *lines: str) -> str:
-    """What is said beside the answers."""
+    """What is written to standard error."""
     command = ["chat", str(folder), "-q", "-t", "0", "-n", "4", "--context", str(context)]
     done = CliRunner(env={"COLUMNS": "160"}).invoke(app, command, input="".join(f"{x}\n" for x in lines))
     assert done.exit_code == 0, done.output

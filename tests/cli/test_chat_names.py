@@ -1,4 +1,4 @@
-"""Names that no file can have: a conversation says so and goes on."""
+"""File names that cannot exist: the chat reports them and continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat where somebody sits before it: on a terminal, and with Ctrl-C at every moment."""
+"""`exlm chat` on a terminal, with Ctrl-C at every moment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Endless(ModelSession):
-    """A model whose answers end only when they must."""
+    """A model without stop conditions."""
 
     @property
     def stops(self) -> list[int | str]:
@@ -51,7 +51,7 @@ def session(folder: Path) -> ModelSession:
 
 
 class Typed(MessageReader):
-    """Somebody who types these messages; None is a Ctrl-C in the middle of a line."""
+    """A reader that returns these messages; None is a Ctrl-C in the middle of a line."""
 
     def __init__(self, *messages: str | None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def chat_of(session: ModelSession, *messages: str | None, **options: Any) -> Cha
 
 @contextmanager
 def interrupted(session: ModelSession, monkeypatch: pytest.MonkeyPatch, *steps: int) -> Iterator[list[int]]:
-    """Press Ctrl-C just before these steps of the generator; how many were made."""
+    """Press Ctrl-C just before these steps of the generator; returns the number of steps made."""
     made: list[int] = []
     generator: Any = session.generator
     real = generator.iterate
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_an_answer_within_a_step(
         chat.run()
     first, second = chat.conversation.turns
     assert first.assistant
-    assert second.assistant  # the program went on
+    assert second.assistant  # the program continued
     assert 8 < len(made) < 16
     assert capfd.readouterr().err.count("(stopped)") == 1
     assert signal.getsignal(signal.SIGINT) is before
@@ -116,7 +116,7 @@ def test_repeated_ctrl_c_stops_one_answer(session: ModelSession, monkeypatch: py
     real = Chat._note
 
     def tell(self: Chat, text: str) -> None:
-        for _ in range(3):  # also when nobody generates and nobody types
+        for _ in range(3):  # also outside of generating and typing
             signal.raise_signal(signal.SIGINT)
         real(self, text)
 
@@ -125,7 +125,7 @@ def test_repeated_ctrl_c_stops_one_answer(session: ModelSession, monkeypatch: py
         chat.run()
     assert (
         len(chat.conversation.turns) == 1
-    )  # what came while it told that it stopped is heard at the prompt: twice
+    )  # those that arrive while "(stopped)" is printed count at the prompt: twice
     assert chat.leaving is False
 
 
@@ -156,13 +156,13 @@ def test_an_interrupt_between_typing_and_answering_is_not_lost() -> None:
 
 
 class Terminal:
-    """A program at the other end of a pseudo-terminal."""
+    """The test's end of a pseudo-terminal."""
 
     def __init__(self, handle: int) -> None:
         self.handle, self.shown = handle, ""
 
     def expect(self, pattern: str, seconds: float = 60) -> None:
-        """Read until something is shown, and forget what came before it."""
+        """Read until a text is shown, and discard everything up to it."""
         deadline = time.monotonic() + seconds
         while not (found := re.search(pattern, self.shown)):
             left = deadline - time.monotonic()
@@ -177,7 +177,7 @@ class Terminal:
 
 @contextmanager
 def chatting(folder: Path, cache: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
-    """`exlm chat` on a terminal, greeted; it takes a while for every token, and says so."""
+    """`exlm chat` on a terminal, past its greeting; every token takes a while and prints a mark."""
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "tests.cli.pty_driver", os.ttyname(slave)]
     command += ["chat", str(folder), "--context", "1024"]
@@ -201,7 +201,7 @@ def chatting(folder: Path, cache: Path) -> Iterator[tuple[Terminal, subprocess.P
 
 
 def test_on_a_terminal(folder: Path, tmp_path: Path) -> None:
-    """A message of two lines is one, Ctrl-C ends an answer, drops a line or leaves, what is typed is kept."""
+    """Two pasted lines are one message; Ctrl-C stops an answer, drops a line or leaves; history is kept."""
     with chatting(folder, tmp_path) as (terminal, process):
 
         def say(text: str) -> None:
@@ -225,7 +225,7 @@ def test_on_a_terminal(folder: Path, tmp_path: Path) -> None:
         terminal.expect("once more leaves")
         say("/system\r")
         terminal.expect("no system message")
-        say(CTRL_C)  # the moment it may
+        say(CTRL_C)  # as soon as possible
         terminal.expect("once more leaves")
         say(CTRL_C)
         assert process.wait(30) == 0

@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it."""
+"""The command line, run end to end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(*arguments: str, input: str | None = None) -> str:
 
 
 def greedy(folder: Path, ids: torch.Tensor, count: int) -> list[int]:
-    """The same answer without a cache, one whole forward pass for each token."""
+    """The oracle: the same answer without a cache, one full forward pass for each token."""
     model = Model(Config(folder))
     model.load()
     out: list[int] = []
@@ -102,7 +102,7 @@ def test_every_option_has_a_long_name(folder: Path) -> None:
 def test_quiet_hides_progress_and_statistics(folder: Path) -> None:
     done = CliRunner().invoke(app, ["generate", str(folder), "Hi", "-n", "3"])
     assert "Loading" in done.stderr
-    assert "Loading" not in done.stdout  # which is for the answer
+    assert "Loading" not in done.stdout  # standard output has the answer only
     assert "tokens/s" in done.stderr
 
 
@@ -178,7 +178,7 @@ def test_characters_the_terminal_cannot_show_are_replaced(folder: Path) -> None:
 def test_version() -> None:
     said = run("--version")
     assert said.startswith("exlm 0.")
-    command = [sys.executable, "-m", "exlm", "--version"]  # where `exlm` is not on the PATH
+    command = [sys.executable, "-m", "exlm", "--version"]  # `exlm` need not be on the PATH
     assert subprocess.run(command, capture_output=True, text=True, timeout=120).stdout == said
 
 
@@ -207,7 +207,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_does_not_import_torch(command: str) -> None:
-    """Importing torch takes one to two seconds, and a help text needs none of it."""
+    """Importing torch takes one to two seconds, and help texts do not need it."""
     code = (
         "import sys\n"
         f"sys.argv = ['exlm', *{[command] if command else []!r}, '--help']\n"

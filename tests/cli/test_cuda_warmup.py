@@ -1,4 +1,4 @@
-"""Which GPU a command line will want, before anybody has looked at it; and that none is needed."""
+"""Which GPU a command line will use, found before it is parsed; and that warming up works without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`exlm plan`, run as a user runs it."""
+"""`exlm plan`, run end to end."""
 
 from __future__ import annotations
 

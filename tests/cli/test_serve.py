@@ -1,4 +1,4 @@
-"""`exlm serve`: what it refuses before it starts, and that it starts and stops as told."""
+"""`exlm serve`: options that are refused, starting and stopping."""
 
 from __future__ import annotations
 

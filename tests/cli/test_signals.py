@@ -29,7 +29,7 @@ INHERITED = pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN
 
 
 def inheriting(disposition: signal.Handlers, *more: signal.Signals) -> Callable[[], None]:
-    """What a child does before it becomes a command: SIGINT, and `more`, are as its shell left them."""
+    """A preexec_fn that sets how the child handles SIGINT and `more`, as a shell would leave them."""
 
     def begin() -> None:
         for number in (signal.SIGINT, *more):
@@ -65,7 +65,7 @@ main()
 
 @INHERITED
 def test_ctrl_c_during_an_import_that_replaces_the_exception(inherited: signal.Handlers) -> None:
-    """As numpy's does, and torch's, which may even go on."""
+    """numpy's import raises another error; torch's may even continue."""
     code = """
 import os, signal, sys
 class Finder:
@@ -87,7 +87,7 @@ main()
 @INHERITED
 @pytest.mark.parametrize("entry", ["exlm.cli", "exlm.cli.__main__"])
 def test_ctrl_c_ends_a_running_command(entry: str, inherited: signal.Handlers) -> None:
-    """The installed command comes in by the first, `python -m exlm.cli` by the second."""
+    """The installed command uses the first entry point, `python -m exlm.cli` the second."""
     code = f"""
 import signal, sys
 from exlm.cli.__main__ import app

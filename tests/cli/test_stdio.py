@@ -1,4 +1,4 @@
-"""Commands whose standard streams were closed before they began, or bring what is not text."""
+"""Commands whose standard streams are closed at the start, or whose input is not UTF-8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def closed(how: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a command as a shell does that was told to close a stream."""
+    """Run a command in a shell that closes a stream."""
     words = [sys.executable, "-m", "exlm.cli", *map(str, arguments)]
     return subprocess.run(
         ["/bin/sh", "-c", f'"$@" {how}', "sh", *words], capture_output=True, text=True, timeout=120

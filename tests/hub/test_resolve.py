@@ -1,4 +1,4 @@
-"""What a name stands for."""
+"""Resolving names of models: paths, Hub names, the default model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_inaccessible_path_is_reported(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["./x", "../x", "/nowhere/x", "~/x", "~nobody-at-all/x", "a/b/c", "a\\b", "x.gguf", "owner/x.gguf"],
+    ["./x", "../x", "/nowhere/x", "~/x", "~no-such-user/x", "a/b/c", "a\\b", "x.gguf", "owner/x.gguf"],
 )
 def test_a_missing_path_is_reported(name: str) -> None:
     with pytest.raises(ModelNotFound, match=r"There is no .*: no such folder or \.gguf file"):

@@ -1,4 +1,4 @@
-"""Names on the Hub: the library is asked for the right files, and its complaints become ours."""
+"""Downloads from the Hub: which files huggingface_hub is asked for, and how its errors are explained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answer = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def listing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the Hub says a repository holds; while it is empty, the Hub does not answer."""
+    """The repository's files on the Hub; while the list is empty, the Hub does not answer."""
     names: list[str] = []
 
     def listed(repository: str, revision: str | None) -> list[str]:
@@ -149,7 +149,7 @@ def test_a_gguf_beside_safetensors_is_not_downloaded(tmp_path: Path, listing: li
 
 
 def test_deleted_blobs_are_reported(tmp_path: Path, answer: Any) -> None:
-    """Without a network the library hands out a folder whose bytes somebody has cleaned away."""
+    """Offline, huggingface_hub returns a snapshot folder even if its blobs were deleted."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(tmp_path / "blobs" / name)
     answer(lambda *_, **__: str(tmp_path))

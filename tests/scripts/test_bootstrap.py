@@ -1,4 +1,4 @@
-"""How make prepares .venv, decided with made-up environments; nothing is installed here."""
+"""scripts/bootstrap.py with made-up environments; nothing is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bootstrap.py"
 
 @pytest.fixture
 def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, at home in an empty project, run by an interpreter without packages."""
+    """The script in an empty project, run by an interpreter without packages."""
     spec = importlib.util.spec_from_file_location("bootstrap", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -31,7 +31,7 @@ def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def make_packages(folder: Path, torch: str) -> str:
-    """A site-packages folder that holds a torch."""
+    """A site-packages folder with a torch in it."""
     metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\nRequires-Dist: sympy>=1.13.3\n"
     (folder / f"torch-{torch}.dist-info").mkdir(parents=True)
     (folder / f"torch-{torch}.dist-info" / "METADATA").write_text(metadata)
@@ -39,7 +39,7 @@ def make_packages(folder: Path, torch: str) -> str:
 
 
 def make_venv(bootstrap: ModuleType, linked: list[str], level: str = "runtime") -> None:
-    """A .venv as a successful run leaves it."""
+    """Make a .venv as a successful run leaves it."""
     (bootstrap.VENV / "lib" / "python3.11" / "site-packages" / "exlm-0.1.0.dist-info").mkdir(parents=True)
     bootstrap.PYTHON.parent.mkdir()
     bootstrap.PYTHON.touch()

@@ -1,4 +1,4 @@
-"""The demo finds the default model and leaves the rest to the command line."""
+"""scripts/demo.py: finds the default model and runs `exlm generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The web chat's files: served with their types, packed, and free of anything from elsewhere."""
+"""The web chat's files: content types, headers, and no references to other servers."""
 
 from __future__ import annotations
 
