@@ -47,6 +47,6 @@ def _sequence_violations(table: PageTable, sequence: TokenSequence) -> Iterator[
             if sequence.page_hashes[i] not in (page.page_hash, page.pending_hash) or (
                 i < sequence.num_published_pages and not page.page_hash
             ):
-                yield f"page {index} does not have the name of slot {i}"
+                yield f"page {index} does not have the hash of slot {i}"
         elif page.ref_count != 1 or page.page_hash or page.pending_hash or page.filled != len(valid):
             yield f"page {index} is its own, but has {page.ref_count} users and {page.filled} rows"

@@ -274,7 +274,7 @@ def test_check_invariants_finds_violations() -> None:
         check_invariants(table, [a])
     a.ids[1] = ord("b")
     table._pages[a.pages[0]].ids[0] = 7
-    with pytest.raises(AssertionError, match="its name does not say what it holds"):
+    with pytest.raises(AssertionError, match="its hash is not that of its ids"):
         check_invariants(table, [a])
 
 

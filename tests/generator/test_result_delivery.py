@@ -180,7 +180,7 @@ def test_remaining_jobs_wait_run_or_have_an_end_that_was_not_read(machine: Gener
 
     stream = llm.stream("abc", settings=GREEDY, max_new_tokens=12)
     next(stream)
-    assert llm.generator.num_remaining_jobs() == 1, "running, whoever reads it"
+    assert llm.generator.num_remaining_jobs() == 1, "running, and read by another call"
     llm.generator.generate("xyz", 30, gen_settings=GREEDY)
     assert llm.generator.num_remaining_jobs() == 0, "its end is the stream's to read"
     assert "".join(stream)

@@ -77,7 +77,7 @@ class FakeKernels:
         return output
 
     def record_done(self) -> None:
-        """Nobody waits."""
+        """No event is recorded."""
 
     def _parse_row(
         self, header: Any, words_sent: Any, params: tuple[float, ...], key: SamplingLaunchKey

@@ -31,7 +31,7 @@ def test_largest(data: st.DataObject, rows: int, count: int) -> None:
 
 @given(st.data(), st.integers(1, 4), st.sampled_from((1, 2, 7, 50)))
 def test_selection_by_keys(data: st.DataObject, rows: int, count: int) -> None:
-    """The way taken where nobody may look at the values, and where too many tie."""
+    """The selection by keys, for devices that cannot sync and for many ties."""
     x = data.draw(logits(rows=rows))
     count = min(count, x.shape[1])
     assert candidates._top_k_by_key(x, count).tolist() == expected(x, count)

@@ -67,7 +67,7 @@ class Scenario:
         return int((self.width + 2) * self.rng.random() ** 2)
 
     def random_event(self) -> None:
-        """Something to somebody."""
+        """A random event for a random row."""
         rng = self.rng
         if not self.rows or rng.random() < 0.1:
             self.add_row()

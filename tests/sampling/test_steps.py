@@ -93,7 +93,7 @@ def test_dynamic_temperature_comes_in_addition_to_temperature() -> None:
 
 
 def agrees_with_oracle(found: dict[int, float], x: list[float], settings: Settings) -> bool:
-    """Whether probabilities are the oracle's, or those of a top-p nobody could tell from it."""
+    """Whether probabilities are the oracle's, or those of a top-p within its tolerance."""
     for shift in (0.0, 3e-7, -3e-7):
         near = settings.clone()
         near.top_p = settings.top_p + (shift if 0 < settings.top_p < 1 else 0.0)

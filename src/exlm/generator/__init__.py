@@ -1,8 +1,8 @@
-"""The loop: jobs in, results out. Everything here decides without torch; the model is behind a small door.
+"""Continuous batching: runs any number of jobs over one paged KV cache and gives their results.
 
-`sequence` holds ids and how far the cache has got; `pages` says which page of the cache belongs to whom;
-`scheduler` says what runs next; `output` what may be seen; `draft` guesses ahead. `loop` turns their answers
-into actions, `generator` is what users hold.
+`engine` has the step; it carries out what `scheduler`, `page_table`, `speculative` and `output` decide.
+`generator` and `async_generator` are the public classes. They take `Job`s and a model runner; llm, legacy,
+bench and the public package import them.
 """
 
 from .async_generator import AsyncGenerator, AsyncJob

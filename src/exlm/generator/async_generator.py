@@ -1,4 +1,4 @@
-"""The generator in an event loop: rounds run in a worker thread, a job is an async iterator of results."""
+"""The generator in an event loop: steps run in a worker thread, a job is an async iterator of results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AsyncGenerator:
         self.generator = Generator(*arguments, **options)
         self.jobs: dict[int, AsyncJob] = {}
         self.results: ResultQueue = deque()
-        """Results of these jobs that no consumer was given yet."""
+        """Results of these jobs that were not consumed yet."""
         self._closed = False
         self.iteration_task: asyncio.Task[None]
         self._bind_event_loop(asyncio.get_running_loop())
@@ -60,11 +60,11 @@ class AsyncGenerator:
         self.results.clear()
 
     def ensure_running(self) -> None:
-        """Be at work in the event loop that is running; jobs of one that has ended ended with it."""
+        """Run in the current event loop; jobs of a loop that was closed ended with it."""
         bound_loop, loop = self.iteration_task.get_loop(), asyncio.get_running_loop()
         if self._closed or (bound_loop is loop and not self.iteration_task.done()):
             return
-        if bound_loop is loop:  # as those do who cancel every task there is; a round may have been cut short
+        if bound_loop is loop:  # its tasks were cancelled; a step may have been cut short
             raise InputError("The task of this generator was cancelled: make another generator.")
         if not bound_loop.is_closed():
             raise InputError("This generator is at work in another event loop: make one for this loop.")
@@ -75,7 +75,7 @@ class AsyncGenerator:
 
     def _bind_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         self._has_jobs = asyncio.Event()
-        self._step_lock = asyncio.Lock()  # held while a round runs: the queue is not touched meanwhile
+        self._step_lock = asyncio.Lock()  # held while a step runs: the queue is not changed meanwhile
         self.iteration_task = loop.create_task(self._run())
 
     async def submit(self, job: AsyncJob) -> None:
@@ -119,7 +119,7 @@ class AsyncGenerator:
             job.queue.put_nowait(END_OF_RESULTS)
 
     def _fail_all(self, error: Exception) -> None:
-        """A round failed as a whole: every job hears of it, and later jobs start afresh."""
+        """A step failed as a whole: every job ends with its error, and later jobs start afresh."""
         self.generator.clear_queue()
         for job in self.jobs.values():
             job.queue.put_nowait(error)

@@ -1,4 +1,4 @@
-"""Arguments by names that a call does not have: refused or passed over, never in silence.
+"""Arguments by names that a call does not have: refused, or ignored with a warning.
 
 The archived library took any name and ignored it, so that a misspelt one did nothing and said nothing. Here
 jobs and generators are not made with one, while the blocking calls of old scripts warn of it and go on. What
@@ -29,12 +29,12 @@ REPLACEMENTS = {
     "stop_token": "use stop_conditions",
     "num_tokens": "use max_new_tokens",
 }
-"""What the other calls of a generator take, and what to do instead."""
+"""Arguments of the generator's other calls, and what to do instead."""
 
 GENERATE_ARGUMENTS = frozenset(
     ("prompt", "add_bos", "encode_special_tokens", "completion_only", "abort_event", "return_last_results")
 )
-"""What only `generate()` takes: what becomes of texts before a job has ids, and behind its last result."""
+"""Arguments that only `generate()` has."""
 
 SETTINGS_FIELDS = frozenset(field.name for field in dataclasses.fields(Settings))
 
@@ -57,7 +57,7 @@ def reject_unknown(
 
 
 def drop_unknown(call: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The arguments that the call knows; a UserWarning at the call's place for each unknown one."""
+    """The arguments that the call has; a UserWarning at the caller's line for each unknown one."""
     for name in _unknown_names(call, given, known):
         message = f"{call} has no argument {name!r} and goes on without it. {_hint(name, known)}"
         warnings.warn(message, UserWarning, stacklevel=3)
@@ -65,7 +65,7 @@ def drop_unknown(call: str, given: Mapping[str, Any], known: Collection[str]) ->
 
 
 def _unknown_names(call: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """The unknown names; InputError for one that another call knows and whose value asks for something."""
+    """The unknown names; InputError for one that another call has, unless its value is neutral."""
     others = [name for name in given if name not in known]
     for name in others:
         if name in REPLACEMENTS and given[name] is not None:

@@ -1,4 +1,4 @@
-"""The generator users hold: prompts in, completions out, many at once, over one paged cache."""
+"""`Generator`, the public class: completes any number of prompts at once over one paged cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .validation import (
     resolve_num_draft_tokens,
 )
 
-DEFAULT_DRAFT_TOKENS = 4  # guesses in a step, of which each is a pass of a draft model
+DEFAULT_DRAFT_TOKENS = 4  # tokens in a draft, each of which is a pass of the draft model
 CACHE_OVERWRITTEN = (
     "Another caller has written to the cache while this text was generated, and its keys and values are "
     "lost: give each generator a cache of its own, or let one finish before the other begins."
@@ -49,7 +49,7 @@ class Generator:
     `cache.max_seq_len` is the budget in tokens for all of them together, a multiple of 256; prompts and their
     completions stay in it for the next request to begin with. `max_queue` is how many jobs may wait to start,
     None for any number. With `paged=False` one sequence runs at a time, over the same pages. At most
-    `num_draft_tokens` are guessed in a step: 4 by a draft model, and `max_q_size - 1` from n-grams.
+    `num_draft_tokens` are drafted in a step: 4 by a draft model, and `max_q_size - 1` from n-grams.
     Calls may come from several threads; one of them runs a step for all jobs, and the others wait for it.
     `max_sampling_threads`, `min_sampling_threads` and `filter_background_eval` are accepted for old scripts.
     """
@@ -139,7 +139,7 @@ class Generator:
 
     @property
     def num_pending_jobs(self) -> int:
-        """How many jobs wait; no list of them is made."""
+        """How many jobs wait."""
         return self._engine.scheduler.num_pending
 
     @property
@@ -149,7 +149,7 @@ class Generator:
 
     @property
     def pages(self) -> PageTable:
-        """Whose the cache's pages are; to look at, not to change."""
+        """The page table of the cache; to look at, not to change."""
         return self._engine.page_table
 
     def enqueue(self, job: Job | Sequence[Job]) -> int | list[int]:
@@ -299,7 +299,7 @@ class Generator:
         beyond the model's length is lowered to it, with a warning. With
         `return_last_results` the answer is (completions, the last result of each job). A set `abort_event`
         drops the jobs and returns None; a job that fails drops the others and raises. Further arguments are
-        `Job`'s; what it does not know either is passed over, with a warning.
+        `Job`'s; what it does not know either is ignored, with a warning.
         """
         known = {*argument_names(self.generate), *JOB_ARGUMENTS} - {"input_ids"}
         job_arguments = drop_unknown("generate()", job_arguments, known)

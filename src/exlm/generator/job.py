@@ -22,11 +22,11 @@ from .speculative import AdaptiveDraftLength
 from .token_sequence import TokenSequence, build_salt
 
 MAX_TOKENS = 2**31
-STILL = AdaptiveDraftLength(0)  # guesses nothing, and so never changes
+NO_DRAFT_LENGTH = AdaptiveDraftLength(0)  # drafts nothing, and so never changes
 
 
 class TokenizerLike(Protocol):
-    """What a job needs of a tokenizer."""
+    """The part of a tokenizer that a job needs."""
 
     eos_token_id: int | None
 
@@ -60,9 +60,9 @@ class Job(LegacyTimestamps):
     next token, but its hooks are those that were there when the job was enqueued. Until there are
     `min_new_tokens` stop tokens are not sampled, but a filter may end the text. Jobs with different `salt`,
     such as those of different tenants, never share what the cache holds. `embeddings` are the `MMEmbedding`
-    objects whose ids the prompt holds (no tokens are guessed ahead then). `loras` are the adapters it runs
+    objects whose ids the prompt holds (nothing is drafted then). `loras` are the adapters it runs
     with, one or a list, each perhaps as a pair with its strength; None are the generator's, [] is none.
-    `speculative=False` guesses no tokens ahead, whatever the generator could.
+    `speculative=False` drafts nothing, whatever the generator could.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Job(LegacyTimestamps):
         self.token_healing = bool(token_healing) and all(map(_can_heal, self.prompts))
         self.identifier, self.embeddings, self.loras = identifier, tuple(embeddings or ()), loras
         self.cache_key_parts = {"salt": _salt_bytes(salt)}
-        """What besides ids the keys and values depend on, by what it is; complete before it is enqueued."""
+        """What the keys and values depend on besides ids, by name; complete before it is enqueued."""
         self._check()
         healed = 1 if self.token_healing else 0
         self.sequences: list[TokenSequence] = [
@@ -117,11 +117,11 @@ class Job(LegacyTimestamps):
         self.metrics, self.is_finished, self.cancelled = RequestMetrics(), False, False
         self.result_queue: ResultQueue | None = None
         """Where its generator puts its results; the one that `iterate` reads, unless set before enqueue."""
-        self.final_held_text: str | None = ""  # None while only its output knows
+        self.final_held_text: str | None = ""  # None while `output` has it
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
-        self.draft_length = STILL  # the generator that takes it sets its own if it guesses
+        self.draft_length = NO_DRAFT_LENGTH  # set by an engine that drafts
         self.batch_row = 0
-        """Which row of the batch under way is its first."""
+        """The index of its first row in the batch."""
         self._began = False  # it has what sampling needs
         self._filters_started = False  # the filters have begun: not before a healed token is sampled
         self._pieces: Sequence[str] = ()
@@ -223,7 +223,7 @@ class Job(LegacyTimestamps):
 
     @property
     def cached_tokens(self) -> int:
-        """TokenSequence of the prompt that were found in the cache, on average over the sequences."""
+        """Tokens of the prompt that were found in the cache, on average over the sequences."""
         return sum(sequence.cached_tokens for sequence in self.sequences) // len(self.sequences)
 
     def piece(self, token: int) -> str:
@@ -231,13 +231,13 @@ class Job(LegacyTimestamps):
         return self._pieces[token] if token < len(self._pieces) else ""
 
     def take(self, count: int) -> list[SampledToken]:
-        """So many of the oldest pending tokens, which are pending no more."""
+        """Remove and return the oldest pending tokens."""
         taken = self.pending_tokens[:count]
         del self.pending_tokens[:count]
         return taken
 
     def next_sampling_request(self) -> SamplingRequest:
-        """What the sampler is told of the next token; always the same if the job is `plain`."""
+        """The sampling request of the next token; always the same if the job is simple."""
         self.sampling_request.blocked = self.output.blocked_tokens()
         if self.output.healing:
             self.sampling_request.allowed = self._healing_candidates
@@ -256,7 +256,7 @@ class Job(LegacyTimestamps):
             self.filter_stack.start_background(executor)
 
     def advance_filters(self, token: int) -> bool:
-        """Tell the filters of a token; whether they let nothing follow it."""
+        """Advance the filters by a token; whether they allow nothing after it."""
         if self.filter_stack is None or not self._filters_started:
             return False
         ends = token in self.filter_stack.allowed().end_ids
@@ -266,7 +266,7 @@ class Job(LegacyTimestamps):
 
     @property
     def num_draft_tokens(self) -> int:
-        """How many tokens to guess: none while healing, guided, filtered, embedded; never past the limit."""
+        """How many tokens to draft: none with healing, guidance, filters, embeddings or past the limit."""
         if not self.speculative or len(self.sequences) > 1 or self.output.healing:
             return 0
         if self.filter_stack is not None or self.embeddings:
@@ -275,7 +275,7 @@ class Job(LegacyTimestamps):
         return self.draft_length.num_draft_tokens(num_generated, self.max_new_tokens - num_generated - 1)
 
     def update_acceptance(self, num_accepted: int, num_drafted: int) -> None:
-        """Count guesses, and guess further next time if all were right, less far if one was wrong."""
+        """Count accepted and rejected draft tokens, and adapt the draft length."""
         self.accepted_draft_tokens += num_accepted
         self.rejected_draft_tokens += num_drafted - num_accepted
         if num_drafted:
@@ -283,7 +283,7 @@ class Job(LegacyTimestamps):
 
     @property
     def is_stateless_greedy(self) -> bool:
-        """Whether each of its tokens is the one with the largest logit, whatever was said before."""
+        """Whether each of its tokens is the one with the largest logit, whatever the text before."""
         settings = self.gen_settings
         return self.is_simple and settings.token_bias is None and settings.compiled().greedy_only
 

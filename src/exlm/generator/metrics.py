@@ -1,4 +1,4 @@
-"""When things happened to a job."""
+"""Timestamps of a job."""
 
 from __future__ import annotations
 

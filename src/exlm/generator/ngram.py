@@ -1,6 +1,6 @@
 """An index of the n-grams of one token sequence, for n-gram drafting.
 
-For every run of 1 to `longest` tokens it knows where the latest occurrence ended. Appending a token, or
+For every run of 1 to `longest` tokens it keeps where the latest occurrence ended. Appending a token, or
 removing one, takes one dictionary operation for each length, however long the sequence is. Keys and values
 are integers, so Python's garbage collector, which walks through all containers of objects now and then, has
 nothing to visit in these dictionaries.

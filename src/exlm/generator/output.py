@@ -19,11 +19,11 @@ from .stop_strings import StopStringBuffer, StringMatches
 HOLD = Hold()
 NO_TOKENS: frozenset[int] = frozenset()
 MAX_BANNED_RETRIES = 8
-"""How often a token is refused at one place; it is sampled again only if all others are excluded."""
+"""How often a token may be rejected at one position; it comes again only if all others are excluded."""
 
 
 class OutputProcessor:
-    """One job's way from tokens to text."""
+    """Turns one job's tokens into text and actions."""
 
     def __init__(
         self,
@@ -37,11 +37,12 @@ class OutputProcessor:
         special_texts: Mapping[int, str] | None = None,
         healed_token: int | None = None,
     ) -> None:
-        """`stream` reads the job's tokens and nothing else; it continues the prompt's text.
+        """`detokenizer` reads the job's tokens and nothing else; it continues the prompt's text.
 
-        `special` is what special tokens stand for: stop strings match it even where the stream hides it.
-        `healed` is the prompt's last token if it was removed to be sampled anew: the first token pushed takes
-        its place, shows only the text beyond it and counts as part of the prompt. Banned strings ignore case.
+        `special_texts` are the texts of special tokens: stop strings match them even where the detokenizer
+        hides them. `healed_token` is the prompt's last token if it was removed to be sampled again: the first
+        token pushed takes its place, emits only the text beyond it and counts as part of the prompt. Banned
+        strings ignore case.
         """
         self.max_new_tokens = max_new_tokens
         self.min_new_tokens = max(min_new_tokens, 0)
@@ -59,12 +60,12 @@ class OutputProcessor:
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens stand and count: not those taken back, not the healed one, but a stop token."""
+        """How many tokens count as new: not rewound ones, not the healed one, but a stop token."""
         return max(self._num_new, 0)
 
     @property
     def healing(self) -> bool:
-        """Whether the next token takes the place of the removed one; true again after going back to it."""
+        """Whether the next token takes the place of the removed one; true again after a rewind to it."""
         return self._num_new < 0
 
     @property
@@ -74,12 +75,12 @@ class OutputProcessor:
 
     @property
     def num_held(self) -> int:
-        """How many of the newest tokens have no fate yet."""
+        """How many of the newest tokens are neither emitted nor rewound yet."""
         return len(self._buffer)
 
     @property
     def held_text(self) -> str:
-        """Their text, without a character that is under way."""
+        """Their text, without an incomplete character."""
         return self._buffer.text
 
     @property
@@ -88,7 +89,8 @@ class OutputProcessor:
         return len(self._buffer) if self._buffer.can_rewind else 0
 
     def blocked_tokens(self) -> frozenset[int]:
-        """The tokens that must not be sampled next: stop tokens too early, and those already refused here.
+        """The tokens that must not be sampled next: stop tokens too early, and those rejected at this
+        position.
 
         The removed token may always be sampled in its own place.
         """
@@ -99,7 +101,7 @@ class OutputProcessor:
         return stops.union(rejected) if rejected else stops
 
     def check_retries(self, token: int) -> None:
-        """Raise InputError for a token that was refused here time and again, because nothing else is left."""
+        """Raise InputError for a token that was rejected here too often: nothing else is left to sample."""
         rejected = self._rejected_here()
         if rejected and rejected.count(token) >= MAX_BANNED_RETRIES:
             raise InputError(
@@ -114,7 +116,7 @@ class OutputProcessor:
         self._buffer = self._buffer.with_stop_strings(StringMatcher(strings))
 
     def push(self, token: int, filter_done: bool = False) -> OutputAction:
-        """Decide about one more token; `ends` says that a filter lets nothing follow it.
+        """The action for one more token; `filter_done` says that a filter allows nothing after it.
 
         A stop token that comes while stop tokens are blocked is like any other.
         """

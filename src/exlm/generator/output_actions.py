@@ -16,7 +16,7 @@ StopReason = Literal["stop_token", "stop_string", "max_new_tokens", "end_filter"
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Show this text; it is that of the `tokens` oldest held tokens. It may be empty, `tokens` is not 0."""
+    """Emit this text, that of the `num_tokens` oldest held tokens. It may be empty; `num_tokens` is not 0."""
 
     text: str
     num_tokens: int
@@ -24,15 +24,15 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Show nothing yet."""
+    """Emit nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The end: show `text` with the `tokens` oldest held tokens; the rest is never shown.
+    """End the job: emit `text` with the `num_tokens` oldest held tokens, and nothing else.
 
-    The rest is `held_tokens` tokens and the text `held_text`. A stop string's text is held and its tokens are
-    shown; a stop token is held altogether. `trigger` is the stop token or the stop string.
+    What is not emitted is `num_held_tokens` tokens and `held_text`. Of a stop string the text is held and the
+    tokens are emitted; of a stop token both are held. `trigger` is the stop token or the stop string.
     """
 
     reason: StopReason
@@ -45,9 +45,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """Take back the `count` newest tokens, none of which was shown, and sample again without `blocked`.
+    """Rewind the `num_tokens` newest tokens, none of which was emitted, and sample again without `blocked`.
 
-    `blocked` are all tokens that have led to a banned string from there. The tokens before stay held.
+    `blocked` are all tokens that have led to a banned string from there. Held tokens before them stay held.
     """
 
     num_tokens: int

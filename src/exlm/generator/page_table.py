@@ -23,15 +23,15 @@ from .token_sequence import TokenSequence, common_prefix_length, hash_page
 NO_USERS: Mapping[int, int] = MappingProxyType({})
 
 PrefixKey: TypeAlias = tuple[bytes, int, int]
-"""How a page begins: the name of the page before it and its first two ids."""
+"""How a page begins: the hash of the page before it and its first two ids."""
 
 
 PageSlot: TypeAlias = tuple[TokenSequence, int]
-"""A place for a page: which sequence, and which of its pages."""
+"""A page of a sequence: the sequence, and the index among its pages."""
 
 
 class PageCopy(NamedTuple):
-    """An order for the cache: write the first `tokens` rows of page `source` to page `target`."""
+    """A copy for the cache to make: the first `num_tokens` rows of page `source` to page `target`."""
 
     source: int
     target: int
@@ -44,19 +44,19 @@ class Page:
 
     index: int
     page_hash: bytes | None = None
-    """Set once it is complete and settled; `digest(parent, ids)`."""
+    """`hash_page(parent_hash, ids)` once it is full and its ids are final."""
     pending_hash: bytes | None = None
-    """The name it will have when its prompt has filled it."""
+    """The hash it will have when its prompt has filled it."""
     parent_hash: bytes | None = None
-    """The name of the page before it, a sequence's root for a first page; None while that is not known."""
+    """The hash of the page before it, a sequence's root hash for a first page; None while not known."""
     ids: list[int] = field(default_factory=list)
     """Ids whose keys and values are valid here, from the first row on."""
     ref_count: int = 0
     """How many sequences use it."""
     last_used: int = 0
-    """When it was last used; 0 for a page that holds nothing of use."""
+    """When it was last used; 0 for a page that holds nothing reusable."""
     prefix_key: PrefixKey | None = None
-    """How partial reuse finds it; None while its parent is not known or it holds fewer than two ids."""
+    """Its key for partial reuse; None while its parent is not known or it holds fewer than two ids."""
 
     @property
     def filled(self) -> int:
@@ -65,7 +65,7 @@ class Page:
 
 
 class PageTable:
-    """The owner of every page of one cache (and of its twin, the draft model's cache, page for page)."""
+    """Owns every page of one cache, and of the draft model's cache, which has the same pages."""
 
     _by_hash: dict[bytes, Page]
     _by_pending_hash: dict[bytes, Page]
@@ -82,7 +82,7 @@ class PageTable:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew with empty pages; who had some has none any more."""
+        """Empty all pages; sequences that had some have none any more."""
         pages = [Page(index) for index in range(self.num_pages)]
         idle = OrderedDict((page.index, page) for page in pages)
         self._pages, self._idle, self._by_hash, self._by_pending_hash, self._by_prefix_key = (
@@ -104,12 +104,12 @@ class PageTable:
         return len(self._pages[index].ids)
 
     def count_pages(self, sequences: Iterable[TokenSequence]) -> int:
-        """Pages that these sequences take together in an empty cache; what they share counts once."""
+        """Pages that these sequences need together in an empty cache; shared pages count once."""
         hashes, unhashed = self._required_pages(sequences)
         return len(hashes) + unhashed
 
     def count_free_pages_needed(self, sequences: Iterable[TokenSequence]) -> int:
-        """Pages that these sequences would take together from the free ones."""
+        """Free pages that these sequences need together."""
         hashes, unhashed = self._required_pages(sequences)
         return unhashed + sum(
             1 for page_hash in hashes if (page := self._lookup(page_hash)) is None or page.ref_count == 0
@@ -121,9 +121,9 @@ class PageTable:
         return total <= len(self._idle) or self.count_free_pages_needed(sequences) <= len(self._idle)
 
     def allocate(self, sequences: list[TokenSequence]) -> None:
-        """Give a job's sequences all the pages they may ever need, and move them over what is already there.
+        """Allocate all the pages that a job's sequences may ever need, and reuse what cached pages hold.
 
-        What the job can use of the idle pages is set aside before any page is given up.
+        Idle pages that the job can reuse are reserved before any page is evicted.
         """
         if (need := self.count_free_pages_needed(sequences)) > len(self._idle):
             raise CacheTooSmall(
@@ -151,7 +151,7 @@ class PageTable:
             self.skip_cached_tokens(sequence)
 
     def skip_cached_tokens(self, sequence: TokenSequence) -> None:
-        """Move over the part of the prompt that its pages already hold, never past its last id."""
+        """Count the part of the prompt that its pages already hold as computed, but for its last id."""
         sequence.num_copying_tokens = 0
         size, last = self.page_size, len(sequence) - 1
         while sequence.num_computed_tokens < last:
@@ -168,7 +168,7 @@ class PageTable:
         self._publish_pages(sequence)
 
     def prefix_key(self, sequence: TokenSequence, i: int) -> PrefixKey | None:
-        """How the sequence's page `i` begins; None if that is not known or too little for partial reuse."""
+        """The prefix key of a sequence's page; None if it is not known or too short for partial reuse."""
         start = i * self.page_size
         parent_hash = sequence.parent_hash(i)
         if parent_hash is None or self.page_size < 2 or start + 2 >= len(sequence):
@@ -176,12 +176,12 @@ class PageTable:
         return parent_hash, sequence.ids[start], sequence.ids[start + 1]
 
     def reusable_ids(self, sequence: TokenSequence, i: int) -> list[int]:
-        """The ids of the sequence's page `i` that may come from another page: all but the sequence's last."""
+        """The ids of a sequence's page that may be copied from another page: all but the sequence's last."""
         start = i * self.page_size
         return sequence.ids[start : min(start + self.page_size, len(sequence) - 1)]
 
     def plan_partial_copy(self, sequence: TokenSequence) -> PageCopy | None:
-        """The best copy for a sequence that is about to begin a page: two rows or more, never the last id.
+        """The best copy for a sequence that is about to start a page: two rows or more, never the last id.
 
         Nothing is valid yet, so no target is ever a source: `commit` the rows once they are copied.
         """
@@ -194,7 +194,7 @@ class PageTable:
         )
 
     def commit(self, sequence: TokenSequence, upto: int) -> None:
-        """Keys and values of the ids up to there are valid now. Does nothing after the sequence's release."""
+        """Record that keys and values of the ids up to there are valid; nothing for a released sequence."""
         start, size = sequence.num_computed_tokens, self.page_size
         if not sequence.pages or upto <= start:
             return
@@ -213,14 +213,14 @@ class PageTable:
             self._publish_pages(sequence)
 
     def finalize(self, sequence: TokenSequence, upto: int) -> None:
-        """The ids up to there can no longer be taken back: others may share the pages they complete."""
+        """Record that the ids up to there can no longer be rewound, and publish the pages they complete."""
         if upto > sequence.num_final_tokens and sequence.pages:
             sequence.num_final_tokens = min(upto, len(sequence.ids))
             if sequence.num_computed_tokens // self.page_size > sequence.num_published_pages:
                 self._publish_pages(sequence)
 
     def rewind(self, sequence: TokenSequence, to: int) -> None:
-        """Take back the ids from `to` on, all unsettled; the last one that is left is to be fed again."""
+        """Take back the ids from there on, none of which is final; the last one that is left is fed again."""
         if not sequence.num_final_tokens <= to <= len(sequence):
             raise InputError(
                 f"Cannot rewind to {to} tokens: of {len(sequence)} tokens the first "
@@ -237,7 +237,7 @@ class PageTable:
                 self._unindex_prefix(page)
 
     def release(self, sequence: TokenSequence) -> None:
-        """Give the pages back. They keep what they hold until they are needed, ends go before beginnings."""
+        """Release the pages. They keep their content until they are evicted, later pages first."""
         self.finalize(sequence, len(sequence))
         for index in reversed(sequence.pages):
             self._drop_ref(self._pages[index])
@@ -261,7 +261,7 @@ class PageTable:
         return found
 
     def _required_pages(self, sequences: Iterable[TokenSequence]) -> tuple[set[bytes], int]:
-        """Names of the pages the prompts fill, and how many pages come after those."""
+        """Hashes of the pages that the prompts fill, and how many pages come after those."""
         hashes: set[bytes] = set()
         unhashed = 0
         for sequence in sequences:
@@ -274,7 +274,7 @@ class PageTable:
         return hashes, unhashed
 
     def _assign_new_pages(self, groups: list[list[PageSlot]]) -> None:
-        """Put one page each in slots for which none was found by name; a group of slots shares its page.
+        """Allocate one page for each group of slots whose hash was not found; a group shares its page.
 
         An idle page that begins like one of them is given up last, and if it must be, it keeps its rows and
         goes where they are of use.
@@ -309,7 +309,7 @@ class PageTable:
             sequence.pages[i] = page.index
 
     def _find_copy_source(self, sequence: TokenSequence, i: int) -> tuple[Page | None, int]:
-        """The page that begins most like page `i` of the prompt, and how many rows are equal."""
+        """The page with the longest common beginning with a prompt's page, and its length in rows."""
         prefix_key = self.prefix_key(sequence, i)
         found, best = None, 1
         candidates = self._by_prefix_key.get(prefix_key) if prefix_key is not None else None
@@ -325,7 +325,7 @@ class PageTable:
         return (None, 0) if found is None else (found, best)
 
     def _publish_pages(self, sequence: TokenSequence) -> None:
-        """Name the pages that are complete and cannot change.
+        """Publish the pages that are full and final.
 
         The last settled id may be fed again after a rewind, so the page it completes waits for the next one.
         """
@@ -402,7 +402,7 @@ class PageTable:
             page.page_hash = None
 
     def _drop_pending_hash(self, page: Page) -> None:
-        """The page is filled, or no sequence waits for it any more."""
+        """Clear the pending hash: the page is full, or no sequence waits for it."""
         if page.pending_hash is not None:
             del self._by_pending_hash[page.pending_hash]
             page.pending_hash = None
@@ -430,15 +430,15 @@ def _index_violations(table: PageTable) -> Iterator[str]:
         yield f"idle pages are not in the order of their last use: {last_uses}"
     for page_hash, page in table._by_hash.items():
         if page.page_hash != page_hash:
-            yield f"page {page.index} is listed under a name that is not its own"
+            yield f"page {page.index} is listed under another hash than its own"
     for page_hash, page in table._by_pending_hash.items():
         if page.pending_hash != page_hash:
-            yield f"page {page.index} is promised under a name it will not have"
+            yield f"page {page.index} is pending under a hash it will not have"
     for prefix_key, pages in table._by_prefix_key.items():
         if not pages or any(
             page.prefix_key != prefix_key or index != page.index for index, page in pages.items()
         ):
-            yield f"pages {sorted(pages)} are listed under a beginning that is not theirs"
+            yield f"pages {sorted(pages)} are listed under another prefix key than theirs"
 
 
 def _page_violations(table: PageTable, page: Page, uses: int) -> Iterator[str]:
@@ -448,34 +448,34 @@ def _page_violations(table: PageTable, page: Page, uses: int) -> Iterator[str]:
         yield f"{page.filled} rows in a page of {table.page_size}"
     if page.page_hash is not None:
         if table._by_hash.get(page.page_hash) is not page:
-            yield "named, but not found by its name"
+            yield "published, but not found by its hash"
         if page.pending_hash is not None:
-            yield "named and still promised"
+            yield "published and still pending"
         if page.filled != table.page_size or page.parent_hash is None:
-            yield f"named with {page.filled} rows, parent {page.parent_hash!r}"
+            yield f"published with {page.filled} rows, parent {page.parent_hash!r}"
         elif page.page_hash != hash_page(page.parent_hash, page.ids):
-            yield "its name does not say what it holds"
+            yield "its hash is not that of its ids"
     if page.pending_hash is not None:
         if table._by_pending_hash.get(page.pending_hash) is not page:
-            yield "promised, but not found by its promise"
+            yield "pending, but not found by its pending hash"
         if page.ref_count == 0 or page.parent_hash is None:
-            yield "promised without a user or a parent"
+            yield "pending without a user or a parent"
         elif page.filled == table.page_size and page.pending_hash != hash_page(page.parent_hash, page.ids):
-            yield "it does not hold what was promised"
+            yield "its pending hash is not that of its ids"
     if (
         page.prefix_key is not None
         and table._by_prefix_key.get(page.prefix_key, {}).get(page.index) is not page
     ):
-        yield "not found by its beginning"
+        yield "not found by its prefix key"
     prefix_key = (
         (page.parent_hash, *page.ids[:2]) if page.parent_hash is not None and page.filled > 1 else None
     )
     if page.prefix_key != prefix_key:
-        yield f"its beginning is {prefix_key}, listed is {page.prefix_key}"
+        yield f"its prefix key is {prefix_key}, listed is {page.prefix_key}"
     if (
         page.ref_count == 0
         and page.page_hash is None
         and page.prefix_key is None
         and (page.ids or page.parent_hash or page.last_used)
     ):
-        yield "of no use, but not blank"
+        yield "not reusable, but not cleared"

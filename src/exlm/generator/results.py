@@ -1,7 +1,6 @@
-"""What a user receives from `iterate()`: plain dicts, typed.
+"""The results that a user receives from `iterate()`: typed dicts, made here from the engine's values.
 
-Inside the house verdicts are dataclasses; this is the only translator, and the only file of this room that
-makes tensors.
+No other module of this package makes tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StartedResult(TypedDict):
-    """A job has its pages and begins."""
+    """A job was admitted."""
 
     job: Job
     stage: Literal["started"]
@@ -46,7 +45,7 @@ class PrefillResult(TypedDict):
 
 
 class StreamingResult(TypedDict):
-    """One sampled token; `text` and the tensors are there only if something is shown."""
+    """One sampled token; `text` and the tensors are there only if something is emitted."""
 
     job: Job
     stage: Literal["streaming"]
@@ -80,7 +79,7 @@ class StreamingResult(TypedDict):
 
 
 class CommonFields(TypedDict):
-    """What is the same in all streaming results of a job; made once."""
+    """The fields that are the same in all streaming results of a job; made once."""
 
     stage: Literal["streaming"]
     eos: bool
@@ -96,7 +95,7 @@ R = TypeVar("R", StartedResult, PrefillResult, CommonFields)
 
 
 class SampledToken(NamedTuple):
-    """What is kept of a token until its fate is known."""
+    """A sampled token with the details that its job asked for."""
 
     token: int
     prob: float | None = None
@@ -106,7 +105,7 @@ class SampledToken(NamedTuple):
 
 
 class LegacyTokenIds:
-    """Ids as old scripts ask a job for them: `job.sequences[0].input_ids.torch()`. A copy, to look at."""
+    """Ids as old scripts read them from a job: `job.sequences[0].input_ids.torch()`. A copy."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = torch.tensor([ids], dtype=torch.long)
@@ -129,7 +128,7 @@ class LegacyTokenIds:
 
 
 class JobTokenSequence(TokenSequence):
-    """A sequence of a job, which tells its ids as tensors too."""
+    """A sequence of a job, whose ids old scripts read as tensors."""
 
     def __init__(self, ids: list[int], max_length: int) -> None:
         super().__init__(ids, max_length=max_length)
@@ -137,7 +136,7 @@ class JobTokenSequence(TokenSequence):
 
     @property
     def input_ids(self) -> LegacyTokenIds:
-        """The prompt, without a token that is sampled anew."""
+        """The prompt, without a token that token healing samples again."""
         return LegacyTokenIds(self.ids[: self._prompt_length])
 
     @property
@@ -153,7 +152,7 @@ def started_result(job: Job) -> StartedResult:
 
 
 def prefill_result(job: Job, done: int, total: int) -> PrefillResult:
-    """How far the prompt is."""
+    """How many tokens of the prompt are computed."""
     result: PrefillResult = {
         "job": job,
         "stage": "prefill",
@@ -166,7 +165,7 @@ def prefill_result(job: Job, done: int, total: int) -> PrefillResult:
 
 
 def common_fields(job: Job) -> CommonFields:
-    """What every streaming result of a job says besides whose it is."""
+    """The fields of every streaming result of a job besides the job."""
     fields: CommonFields = {"stage": "streaming", "eos": False, "serial": job.serial_number}
     return _add_identifier(job, fields)
 
@@ -181,7 +180,7 @@ def simple_result(job: Job, text: str, token_ids: Tensor) -> StreamingResult:
 
 
 def streaming_result(job: Job, text: str = "", emitted: Sequence[SampledToken] = ()) -> StreamingResult:
-    """A sampled token and what it lets be seen, perhaps nothing."""
+    """A sampled token and what it emits, perhaps nothing."""
     result: StreamingResult = {"job": job, **job.common_fields}  # type: ignore[typeddict-item]
     if text:
         result["text"] = text
@@ -190,7 +189,7 @@ def streaming_result(job: Job, text: str = "", emitted: Sequence[SampledToken] =
 
 
 def rewind_result(job: Job, action: Rewind) -> StreamingResult:
-    """A banned string was taken back."""
+    """A banned string was rewound."""
     result = streaming_result(job)
     result["suppressed_text"] = action.suppressed_text
     result["suppressed_tokens"] = torch.tensor([action.suppressed_tokens])
@@ -218,7 +217,7 @@ def stop_result(
 
 
 def error_result(job: Job, error: Exception) -> StreamingResult:
-    """The last result of a job that cannot go on; the others do."""
+    """The last result of a job that failed; the others continue."""
     result = streaming_result(job)
     result["eos"] = True
     result["eos_reason"] = "error"
@@ -227,7 +226,7 @@ def error_result(job: Job, error: Exception) -> StreamingResult:
 
 
 def add_draft_counts(job: Job, result: StreamingResult) -> None:
-    """Tell how many guesses were right and how many were not, in the last result of a job."""
+    """Add the accepted and rejected draft tokens to the last result of a job."""
     result["accepted_draft_tokens"] = job.accepted_draft_tokens
     result["rejected_draft_tokens"] = job.rejected_draft_tokens
 
@@ -250,7 +249,7 @@ def token_tensors(sampled: Sequence[SampledToken]) -> dict[str, Tensor]:
 
 
 def logits_of_jobs(logits: Any, jobs: Sequence[Job], position: int) -> Tensor:
-    """Of a batch's logits, those of some of its jobs at one of the positions that were fed.
+    """The logits of some of a batch's jobs at one of the positions that were fed.
 
     A pair's two halves are next to each other. `logits` is (sequences, tokens, vocabulary), or a list of
     (tokens, vocabulary) where sequences were fed differently.
@@ -262,16 +261,17 @@ def logits_of_jobs(logits: Any, jobs: Sequence[Job], position: int) -> Tensor:
 
 
 def mask_tensor(mask: Any) -> Tensor | None:
-    """A filter's packed bits as the sampler takes them."""
+    """A filter's packed bits as a tensor for the sampler."""
     return None if mask is None else torch.from_numpy(mask)
 
 
 def sample_all_positions(
     sampler: Sampler, logits: Any, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]
 ) -> dict[int, list[tuple[int, Tensor]]] | None:
-    """Each job's token at every position of a pass, with its slip; None if it may depend on those before it.
+    """Each job's token at every position of a pass, with its id tensor; None if one may depend on those
+    before.
 
-    None as well if anything fails: position after position it comes out whose failure it is, if anybody's.
+    None as well if anything fails: sampling position by position then finds the job that failed.
     """
     try:
         if not all([job.is_stateless_greedy for job in jobs]):

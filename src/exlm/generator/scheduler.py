@@ -24,11 +24,11 @@ from .page_table import PageCopy, PageTable, PrefixKey
 from .token_sequence import TokenSequence, common_prefix_length
 
 MAX_ADMISSION_SCAN = 64
-"""How many pending jobs that do not fit are passed by in search of one that does."""
+"""How many pending jobs that do not fit are skipped in search of one that does."""
 
 
 class Schedulable(Protocol):
-    """What the scheduler knows of a job. Jobs are told apart by identity."""
+    """The part of a job that the scheduler reads. Jobs are compared by identity."""
 
     skips: int
     """How often a younger job started first; the scheduler counts."""
@@ -61,7 +61,7 @@ class PrefillChunk(Generic[J]):
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch(Generic[J]):
-    """Chunks that do not depend on each other; every sequence named here gets on with its prompt."""
+    """Chunks that do not depend on each other."""
 
     chunks: list[PrefillChunk[J]]
 
@@ -72,7 +72,7 @@ class PrefillBatch(Generic[J]):
 
 
 class _PrefillBatchBuilder(Generic[J]):
-    """A plan in the making: which pages it writes, and what prompts may soon find in them."""
+    """Collects chunks: which pages they write, and what other prompts may reuse of those afterwards."""
 
     def __init__(self) -> None:
         self.chunks: list[PrefillChunk[J]] = []
@@ -80,7 +80,7 @@ class _PrefillBatchBuilder(Generic[J]):
         self.ids_by_prefix: dict[PrefixKey | None, list[list[int]]] = {}
 
     def add(self, chunk: PrefillChunk[J], page_table: PageTable) -> None:
-        """Take a chunk in."""
+        """Add a chunk."""
         sequence, size = chunk.sequence, page_table.page_size
         self.chunks.append(chunk)
         for i in range(sequence.num_computed_tokens // size, -(-chunk.end // size)):
@@ -91,7 +91,7 @@ class _PrefillBatchBuilder(Generic[J]):
                 )
 
     def provides_more_of(self, page_table: PageTable, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Whether this plan leaves a page that holds more than `more` rows of use to the sequence."""
+        """Whether the batch writes a page with more than `num_tokens` rows that the sequence can reuse."""
         page_index = sequence.num_computed_tokens // page_table.page_size
         found = self.ids_by_prefix.get(page_table.prefix_key(sequence, page_index))
         if not found:
@@ -106,7 +106,7 @@ class _PrefillBatchBuilder(Generic[J]):
 
 
 class Scheduler(Generic[J]):
-    """First come, first served, as many at a time as the batch and the cache have room for."""
+    """First come, first served, as many jobs at a time as fit into the batch and the cache."""
 
     def __init__(self, page_table: PageTable, max_batch_size: int, chunk_size: int) -> None:
         if max_batch_size < 1 or chunk_size < 1:
@@ -120,10 +120,12 @@ class Scheduler(Generic[J]):
         self._pending: OrderedDict[int, J] = OrderedDict()
         self._active: dict[int, J] = {}
         self._prefilling: dict[int, J] = {}  # active jobs whose prompts are not done
-        self._prefill_queue: list[tuple[J, TokenSequence]] = []  # sequences still to be served in this round
+        self._prefill_queue: list[
+            tuple[J, TokenSequence]
+        ] = []  # sequences still without a chunk in this step
         self._num_rows = 0
         self._admission_blocked_at: tuple[int, int] | None = (
-            None  # the state of things in which nothing could start
+            None  # the state in which no pending job could start
         )
 
     def __contains__(self, job: J) -> bool:
@@ -161,7 +163,7 @@ class Scheduler(Generic[J]):
         return len(self._pending) + len(self._active)
 
     def add(self, job: J) -> None:
-        """Queue a job, or say why it can never run."""
+        """Queue a job; raises InputError or CacheTooSmall for one that can never run."""
         if job in self:
             raise InputError("This job is already in the queue: make a new one for each request.")
         sequences = job.sequences
@@ -180,7 +182,7 @@ class Scheduler(Generic[J]):
         self._admission_blocked_at = None
 
     def admit(self) -> list[J]:
-        """Open a round: give pages to pending jobs that fit, and say which.
+        """Allocate pages to pending jobs that fit, which are returned, and start a step's prefill.
 
         A job that does not fit may be overtaken by younger ones, `max_skips` times.
         """
@@ -197,7 +199,7 @@ class Scheduler(Generic[J]):
         return started
 
     def next_prefill_batch(self) -> PrefillBatch[J] | None:
-        """The next chunks of this round, None when there are no more. Commit each plan before the next."""
+        """The next chunks of this step, None when there are no more. Commit each batch before the next."""
         if not self._prefilling:
             return None
         builder: _PrefillBatchBuilder[J] = _PrefillBatchBuilder()
@@ -223,7 +225,7 @@ class Scheduler(Generic[J]):
         return jobs
 
     def finish(self, job: J) -> None:
-        """Take an active job out; its pages stay as prompt cache until they are needed."""
+        """Remove an active job; its pages stay in the prefix cache until they are evicted."""
         del self._active[id(job)]
         self._prefilling.pop(id(job), None)
         self._num_rows -= len(job.sequences)
@@ -231,7 +233,7 @@ class Scheduler(Generic[J]):
             self.page_table.release(sequence)
 
     def cancel(self, job: J) -> bool:
-        """Take a job out wherever it is, at any moment; False if it is neither pending nor active."""
+        """Remove a job wherever it is, at any moment; False if it is neither pending nor active."""
         self._admission_blocked_at = None
         was_pending = self._pending.pop(id(job), None) is not None  # one that is just starting is in both
         if id(job) in self._active:
@@ -252,7 +254,7 @@ class Scheduler(Generic[J]):
         return True
 
     def clear(self) -> list[J]:
-        """Take every job out; returns them."""
+        """Remove every job; returns them."""
         jobs = [*self._active.values(), *self._pending.values()]
         for job in jobs:
             self.cancel(job)

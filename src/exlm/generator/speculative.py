@@ -17,22 +17,22 @@ from .page_table import PageCopy
 from .token_sequence import TokenSequence
 
 MISSES_BEFORE_PAUSE = 2
-"""Guesses in vain, one after the other, before a job rests: for 2 tokens, 4, 8 …"""
+"""Consecutive drafts without an accepted token after which a job pauses drafting: for 2 tokens, 4, 8 …"""
 
 MAX_PAUSE = 32
-"""TokenSequence after which it tries again in any case."""
+"""Tokens after which it drafts again in any case."""
 
 
 def round_draft_length(count: int, max_tokens: int) -> int:
-    """The largest of 1, 3, 7, 15 … and `most` that is not more than `count`; 0 of none.
+    """The largest of 1, 3, 7, 15 … and `max_tokens` that is not more than `count`; 0 for 0.
 
-    Passes of few different sizes are recorded sooner, and rows of equal sizes share one.
+    With few different sizes there are fewer CUDA graphs to capture, and more rows share a pass.
     """
     return max_tokens if count >= max_tokens else (1 << (count + 1).bit_length() - 1) - 1
 
 
 class AdaptiveDraftLength:
-    """How far a job guesses: further while its guesses are right, and not for a while if none are."""
+    """The draft length of a job: longer while drafts are accepted, with pauses while none are."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -41,7 +41,7 @@ class AdaptiveDraftLength:
         self._paused_until = 0
 
     def num_draft_tokens(self, num_generated: int, num_left: int) -> int:
-        """How many tokens to guess for a text of so many that may have so many more."""
+        """How many tokens to draft after `num_generated` tokens, of which `num_left` more may come."""
         return (
             0
             if num_generated < self._paused_until
@@ -49,7 +49,7 @@ class AdaptiveDraftLength:
         )
 
     def update(self, num_accepted: int, num_drafted: int, num_generated: int) -> None:
-        """Of so many guesses so many were right, and the text has so many tokens now."""
+        """Adapt to a draft of which so many tokens were accepted."""
         length = 2 * num_drafted if num_accepted == num_drafted else num_accepted
         self._length = round_draft_length(length + 1, self.max_tokens)
         self._misses = 0 if num_accepted else self._misses + 1
@@ -61,11 +61,11 @@ class Drafter(Protocol):
     """Proposes draft tokens for sequences."""
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
-        """The same pages are copied in the guesser's own memory, if it has any."""
+        """Copy the same pages in the drafter's own cache, if it has one."""
         ...
 
     def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
-        """The prompt as the model sees it."""
+        """Process a stretch of the prompt."""
         ...
 
     def has_candidate(self, sequence: TokenSequence) -> bool:
@@ -86,13 +86,13 @@ class Drafter(Protocol):
 
 
 class NoDrafter:
-    """Guesses nothing."""
+    """Proposes nothing."""
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
-        """Has no memory."""
+        """Nothing to do."""
 
     def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
-        """Has no memory."""
+        """Nothing to do."""
 
     def has_candidate(self, sequence: TokenSequence) -> bool:
         """Never."""
@@ -103,16 +103,16 @@ class NoDrafter:
         return [[] for _ in sequences]
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
-        """Has no memory."""
+        """Nothing to do."""
 
     def release(self, sequence: TokenSequence) -> None:
-        """Has no memory."""
+        """Nothing to do."""
 
 
 class NgramDrafter(NoDrafter):
-    """Guesses that the text goes on as it did after the same words before.
+    """Proposes what followed an earlier occurrence of the sequence's last n-gram.
 
-    The index of a sequence is made when its first guess is wanted, and then follows the sequence.
+    The index of a sequence is made when its first draft is wanted, and then follows the sequence.
     """
 
     def __init__(self, max_ngram: int = 4) -> None:
@@ -124,17 +124,17 @@ class NgramDrafter(NoDrafter):
         return self._index(sequence).match is not None
 
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
-        """What followed the latest earlier place that ends in the same run of ids, the longest run first.
+        """What followed the latest earlier occurrence of the last ids, the longest n-gram first.
 
-        Where that place is near, what follows it is the text's end, and then the guess itself: a circle goes
-        on. So there is no guess, or one as long as it may be.
+        Where that occurrence is near the end, its continuation runs into the draft itself and repeats. So a
+        draft is empty or has the full length.
         """
         return [
             self._propose_one(s, count) if count else [] for s, count in zip(sequences, counts, strict=True)
         ]
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
-        """Drop what the index knows of the ids from there on."""
+        """Drop the index entries of the ids from there on."""
         index = self._indexes.get(id(sequence))
         if index is not None and index.base < length and index.length <= len(sequence.ids):
             index.truncate(sequence.ids, length)
@@ -154,7 +154,7 @@ class NgramDrafter(NoDrafter):
         ids = sequence.ids
         index = self._indexes.get(id(sequence))
         if index is None or index.length > len(ids):
-            # Only settled ids are never taken back; the last one is read again to find its match.
+            # Only final ids are never rewound; the last one is read again to find its match.
             settled = max(0, min(sequence.num_final_tokens, len(ids)) - 1)
             index = self._indexes[id(sequence)] = NgramIndex(self.max_ngram - 1, ids[:settled])
         index.extend(ids)
@@ -162,20 +162,20 @@ class NgramDrafter(NoDrafter):
 
 
 class ModelDrafter:
-    """Guesses by asking a smaller model, which keeps its own cache in the same pages."""
+    """Proposes the greedy tokens of a smaller model, whose own cache has the same pages."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self._num_computed_tokens: dict[
             int, int
-        ] = {}  # sequence → ids whose keys and values the small model has
+        ] = {}  # sequence → ids whose keys and values the draft model has
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
-        """The small model's cache is copied alike."""
+        """Copy the pages of the draft model's cache."""
         self.runner.copy_pages(copies)
 
     def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
-        """The small model reads the prompt too, up to the first injected embedding: it knows only tokens."""
+        """Prefill the draft model, up to the first injected embedding: it takes only tokens."""
         if sequence.extras is not None:
             stop = next((i for i, n in enumerate(sequence.ids[:stop]) if n >= EMBEDDING_INDEX), stop)
         if start < stop:
@@ -187,7 +187,7 @@ class ModelDrafter:
         return True
 
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
-        """The small model's likeliest tokens, one after the other."""
+        """The draft model's most probable tokens, one after the other."""
         out: list[list[int]] = [[] for _ in sequences]
         for step in range(max(counts, default=0)):
             rows = [i for i, count in enumerate(counts) if count > step]
@@ -208,12 +208,12 @@ class ModelDrafter:
         return out
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
-        """What the small model has of the ids from there on is of no use."""
+        """The draft model's keys and values of the ids from there on are no longer valid."""
         if self._num_computed_tokens.get(id(sequence), 0) > length:
             self._num_computed_tokens[id(sequence)] = length
 
     def release(self, sequence: TokenSequence) -> None:
-        """Read what was said since the last guess, so that others find it in the pages, and drop the rest."""
+        """Compute the tokens since the last draft, so that the pages can be reused; forget the sequence."""
         self.prefill(
             sequence,
             self._num_computed_tokens.get(id(sequence), sequence.num_computed_tokens),

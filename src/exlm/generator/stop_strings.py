@@ -1,8 +1,7 @@
 """The stop-string buffer: sampled tokens whose text is not emitted yet, and the search for strings in it.
 
-It finds stop strings and banned strings, says how many tokens can no longer be part of one, and can rewind
-to before any token it holds. `output` knows why a job stops and which tokens were tried before. Offsets
-count from the first character in the buffer.
+It finds stop strings and banned strings, counts the tokens that can no longer be part of one, and can rewind
+to before any token it holds. Offsets count from the first character in the buffer.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from ..tokenizer.vocab import REPLACEMENT
 
 
 class _ScanState(NamedTuple):
-    """Where reading stands between two tokens; the lengths count from anywhere, only differences matter."""
+    """The state of the search between two tokens; of the cursors' lengths only differences matter."""
 
-    at_char_boundary: bool  # no character is under way
+    at_char_boundary: bool  # no character is incomplete
     visible: MatcherCursor  # through the text as it is shown, looking for stop strings
     with_special: MatcherCursor  # the same with the hidden tokens' text
     casefolded: MatcherCursor  # through the shown text without case, looking for banned strings
-    num_releasable: int = 0  # how many tokens ever held nothing can reach from here, nor from further back
+    num_releasable: int = 0  # tokens, counted from the first ever held, that no match can reach any more
 
 
 class _HeldToken(NamedTuple):
-    """A held token."""
+    """A token whose text is not emitted yet."""
 
     token_id: int
-    text: str  # what it added to the shown text, often with the rest of a character begun before
+    text: str  # what it added to the visible text, often with the rest of a character begun before
     special_text: str  # what it stands for, if that is not shown
     state_before: _ScanState
-    detokenizer_before: Detokenizer | None  # as it was before, where going back can happen
+    detokenizer_before: Detokenizer | None  # kept where a rewind can happen
 
 
 class StringMatches(NamedTuple):
@@ -43,7 +42,7 @@ class StringMatches(NamedTuple):
 
 
 class StopMatch(NamedTuple):
-    """Where a stop string ends the held text, which one, and the text from there on."""
+    """Where a stop string begins in the held text, which one, and the text from there on."""
 
     offset: int
     string: str
@@ -58,12 +57,12 @@ class RewoundTokens(NamedTuple):
 
 
 class StopStringBuffer:
-    """Tokens without a fate, oldest first; `stream` has read all of them."""
+    """Tokens that are neither emitted nor rewound, oldest first; the detokenizer has read all of them."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop_strings: StringMatcher, banned_strings: StringMatcher
     ) -> None:
-        """`bans` are folded strings; without any, nothing is remembered for going back."""
+        """`banned_strings` are casefolded; without any, nothing is kept for a rewind."""
         self.detokenizer = detokenizer
         self.can_rewind = bool(banned_strings)
         self._stop_strings = stop_strings
@@ -82,7 +81,7 @@ class StopStringBuffer:
 
     @property
     def text(self) -> str:
-        """The shown text of all of them, without a character that is under way."""
+        """The visible text of all of them, without an incomplete character."""
         return "".join([token.text for token in self._tokens])
 
     def with_stop_strings(self, stop_strings: StringMatcher) -> StopStringBuffer:
@@ -90,7 +89,7 @@ class StopStringBuffer:
         return StopStringBuffer(self.detokenizer, stop_strings, self._banned_strings)
 
     def can_emit_now(self, text: str) -> bool:
-        """Whether a token that the stream has just read as this text can go by without being held."""
+        """Whether a token that the detokenizer has just read as this text can be emitted at once."""
         if self._tokens or self.detokenizer.pending:
             return False
         if self._has_strings:
@@ -103,7 +102,7 @@ class StopStringBuffer:
         return True
 
     def append(self, token_id: int, text: str, special_text: str = "") -> StringMatches:
-        """Hold a token that the stream has just read as this text, and look for what it completes."""
+        """Hold a token that the detokenizer has just read as this text, and look for strings it completes."""
         state = self._state
         visible, visible_match = self._stop_strings.scan(state.visible, text)
         if special_text or state.with_special.state != state.visible.state:

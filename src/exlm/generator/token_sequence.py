@@ -1,5 +1,7 @@
-"""One sequence of token ids, and how far the cache has got with it. It holds numbers and decides nothing: the
-page table moves the marks, the generator appends the ids. Here too is what ids are named and compared by."""
+"""A sequence of token ids and its progress in the cache, and the hashes of pages.
+
+The page table updates the counters, the engine appends the ids.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 @dataclass(eq=False, slots=True)
 class TokenSequence:
-    """Token ids with their marks: `sealed · page size ≤ cached ≤ len(ids)`, and `settled ≤ len(ids)`.
+    """Token ids with counters: num_published_pages · page size ≤ num_computed_tokens ≤ len(ids), and so on.
 
     Append to `ids` freely; take ids back only with `PageTable.rewind`.
     """
@@ -20,29 +22,29 @@ class TokenSequence:
     ids: list[int]
     """The prompt and what was sampled so far. Injected embeddings are ids like all others."""
     salt: bytes = b""
-    """Whatever else makes keys and values differ for equal ids, see `salted`; changed by `resalt` only."""
+    """What else keys and values of equal ids depend on, see `build_salt`; changed by `set_salt` only."""
     max_length: int = 0
     """The longest it may become; pages are reserved for that. Never less than the prompt."""
     num_computed_tokens: int = 0
     """Leading ids whose keys and values are valid in `pages`."""
     num_final_tokens: int = 0
-    """Leading ids that can no longer be taken back; the whole prompt from the start."""
+    """Leading ids that can no longer be rewound; the whole prompt from the start."""
     num_published_pages: int = 0
-    """Leading pages that bear their name, so that others may share them."""
+    """Leading pages that are published under their hash, so that others may share them."""
     num_copying_tokens: int = 0
-    """Rows for which a copy was ordered that is not committed yet."""
+    """Rows of a page copy that is not committed yet."""
     pages: list[int] = field(default_factory=list)
     """The pages of the cache it owns or shares, in order; empty while it waits and after its release."""
     page_hashes: list[bytes] = field(default_factory=list)
-    """Names of its leading pages: those that the prompt fills, from the start; others, once sealed."""
+    """Hashes of its leading pages: those that the prompt fills, from the start; others, once published."""
     cached_pages: int = 0
     """Whole pages of the prompt that were not computed for this sequence."""
     cached_tokens: int = 0
     """Tokens of the prompt that were not computed for this sequence, those of whole pages included."""
     extras: Any = None
-    """What the runner must know besides ids and pages: adapters, embeddings. Not looked into here."""
+    """What the model runner needs besides ids and pages: adapters, embeddings."""
     root_hash: bytes = field(init=False)
-    """What stands for the page before the first one."""
+    """The hash before the first page."""
 
     def __post_init__(self) -> None:
         self.max_length = max(self.max_length, len(self.ids))
@@ -57,31 +59,31 @@ class TokenSequence:
         return self.num_computed_tokens == len(self.ids) - 1
 
     def set_salt(self, salt: bytes) -> None:
-        """Change the salt of a sequence that no page was named for yet."""
+        """Change the salt of a sequence that has no page hashes yet."""
         self.salt = salt
         self.root_hash = blake2b(salt, digest_size=16, person=b"first page").digest()
 
     def parent_hash(self, page_index: int) -> bytes | None:
-        """The name of the page before page `i`; None while it has none."""
+        """The hash of the page before page `page_index`; None while it has none."""
         if page_index == 0:
             return self.root_hash
         return self.page_hashes[page_index - 1] if page_index <= len(self.page_hashes) else None
 
     def append_page_hash(self, page_size: int) -> None:
-        """Name one page more, the first that has no name yet."""
+        """Hash the first page that has no hash yet."""
         start = len(self.page_hashes) * page_size
         parent_hash = self.page_hashes[-1] if self.page_hashes else self.root_hash
         self.page_hashes.append(hash_page(parent_hash, self.ids[start : start + page_size]))
 
 
 def build_salt(key_parts: Mapping[str, bytes]) -> bytes:
-    """One salt from all that keys and values depend on besides ids, by what it is; none from nothing."""
+    """One salt from everything that keys and values depend on besides ids; empty from nothing."""
     parts = [part for name, value in sorted(key_parts.items()) if value for part in (name.encode(), value)]
     return b"".join([len(part).to_bytes(8, "little") + part for part in parts])
 
 
 def hash_page(parent_hash: bytes, ids: list[int]) -> bytes:
-    """The name of a page that holds these ids after the page named `parent`."""
+    """The hash of a page that holds these ids after the page with hash `parent_hash`."""
     return blake2b(parent_hash + array("q", ids).tobytes(), digest_size=16).digest()
 
 

@@ -1,4 +1,4 @@
-"""What a generator and its calls are asked for: prompts one by one, and numbers that can be meant."""
+"""Checks of the arguments of a generator and its calls: prompts, and numbers within their bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .results import StreamingResult
 
 
 def prompt_list(prompt: Any) -> list[Any]:
-    """Every prompt that was given, a string or a pair of them each."""
+    """The prompts as a list; each is a string or a pair of them."""
     if isinstance(prompt, str | tuple):
         return [prompt]
     if not isinstance(prompt, Sequence):
@@ -28,7 +28,7 @@ def prompt_texts(prompt: Any) -> list[str]:
 
 
 def completion_text(prompt: Any, result: StreamingResult, completion_only: bool) -> str:
-    """What a finished job said, behind its prompt unless told otherwise."""
+    """The text of a finished job, after its prompt unless only the completion is wanted."""
     prompt_text: str = prompt[0] if isinstance(prompt, tuple) else prompt
     return result["full_completion"] if completion_only else prompt_text + result["full_completion"]
 
@@ -44,7 +44,7 @@ def one_per_prompt(values: Any, count: int, name: str) -> list[Any]:
 
 
 def check_components(model: Any, cache: Any) -> None:
-    """Refuse parts that are none, such as two that changed places."""
+    """Refuse a model or cache of a wrong type, such as two in the wrong order."""
     for name, part, kind, attribute in (
         ("model", model, "Model", "runner"),
         ("cache", cache, "Cache", "batch_size"),
@@ -64,11 +64,11 @@ def at_least(name: str, value: int, least: int) -> int:
 
 
 def resolve_num_draft_tokens(requested: int | None, default: int, max_q_size: int) -> int:
-    """How many tokens to guess; they and the one before them make up a sequence's rows in a pass."""
+    """How many tokens to draft; they and the one before them are a sequence's rows in a pass."""
     count = default if requested is None else requested
     if at_least("num_draft_tokens", count, 1) >= max_q_size:
         raise InputError(
-            f"num_draft_tokens must be less than max_q_size, found {count} and {max_q_size}: guess at most "
+            f"num_draft_tokens must be less than max_q_size, found {count} and {max_q_size}: draft at most "
             f"{max_q_size - 1} or create the generator with max_q_size={count + 1}."
         )
     return count
@@ -83,7 +83,7 @@ def resolve_max_seq_len(requested: int | None, limit: int) -> int:
 
 
 def resolve_chunk_size(requested: int | None, limit: int, page_size: int, paged: bool) -> int:
-    """How much of a prompt is read in a round: whole pages, unless sequences run one at a time."""
+    """How much of a prompt a step prefills: whole pages, unless sequences run one at a time."""
     if requested is None:
         return max(page_size, limit // page_size * page_size)
     count = at_least("max_chunk_size", requested, 1)
@@ -96,7 +96,7 @@ def resolve_chunk_size(requested: int | None, limit: int, page_size: int, paged:
 
 
 def cache_tokens(cache: Any) -> int:
-    """How many tokens a cache has room for, in whole pages."""
+    """How many tokens fit into a cache, in whole pages."""
     if cache.batch_size != 1:
         raise InputError(f"Generator requires a cache with batch_size = 1, found {cache.batch_size}.")
     if cache.max_seq_len % cache.page_size:

@@ -345,8 +345,8 @@ def gather_above_threshold(above: Tensor) -> tuple[Tensor, Tensor]:
     """Places of the candidates above a threshold (n,) in order, and of one below it that got in, if one did.
 
     Each low candidate among the first was swapped with the last high one there was left. Where the two
-    pointers met nobody looked: if it was at a low candidate, just swapped there or the last of all, that
-    counted, too.
+    pointers met nothing was compared: if it was at a low candidate, just swapped there or the last of all,
+    that counted, too.
     """
     count = int(above.sum())
     places = torch.arange(count, device=above.device)

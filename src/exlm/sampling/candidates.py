@@ -1,4 +1,4 @@
-"""Candidates: the tokens still in play, with their probabilities, for a group of rows.
+"""Candidates: the tokens that may be drawn, with their probabilities, for a group of rows.
 
 Two shapes of one thing. *Narrow*: the few most probable tokens of each row, in order, found without sorting
 the vocabulary. *Wide*: a column for each token of the vocabulary, for rows that exclude nothing, or on
@@ -23,12 +23,12 @@ from ..kernels.sampling_layout import TFS_MIN_PROB, VOCAB_BLOCK
 from ..sampler_chain import PARAM_NAMES, STEPS_BY_STAGE
 from .params import CompiledSettings
 
-MAX_UNREDUCED_COLUMNS = 16384  # a row up to here is as quickly searched whole
-MIN_SPARE_BLOCKS = 32  # runs a row must have beyond twice the wanted ones to be worth reducing
+MAX_UNREDUCED_COLUMNS = 16384  # up to here a row is searched whole
+MIN_SPARE_BLOCKS = 32  # more than twice k that a row must have to be reduced first
 
 
 def block_maxima(x: Tensor) -> Tensor:
-    """The maximum of every 64 neighbouring columns (rows, runs); the last run may be short."""
+    """The maximum of every 64 neighbouring columns (rows, blocks); the last block may be short."""
     rows, width = x.shape
     num_full_blocks = width // VOCAB_BLOCK
     maxima = torch.empty(rows, 0, dtype=x.dtype, device=x.device)
@@ -40,7 +40,7 @@ def block_maxima(x: Tensor) -> Tensor:
 
 
 def block_sums(x: Tensor) -> Tensor:
-    """The sum of every 64 neighbouring columns (rows, runs), in float64; the last run may be short."""
+    """The sum of every 64 neighbouring columns (rows, blocks), in float64; the last block may be short."""
     rows, width = x.shape
     num_full_blocks = width // VOCAB_BLOCK
     sums = x[:, : num_full_blocks * VOCAB_BLOCK].reshape(rows, num_full_blocks, VOCAB_BLOCK).sum(-1).double()
@@ -50,7 +50,7 @@ def block_sums(x: Tensor) -> Tensor:
 
 
 def gather_blocks(x: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of some runs (rows, k), as (rows, 64 k), and their columns; -inf where a run is short."""
+    """The entries of some blocks (rows, k) as (rows, 64 k), and their columns; -inf past a row's end."""
     columns = torch.add(_block_offsets(x.device), blocks.unsqueeze(-1), alpha=VOCAB_BLOCK).flatten(1)
     width = x.shape[1]
     if width % VOCAB_BLOCK == 0:
@@ -77,7 +77,7 @@ def stable_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stable_top_k(x: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The `count` largest entries of each row in order, and their columns; both (rows, count)."""
+    """The k largest entries of each row in descending order, and their columns; both (rows, k)."""
     k = min(k, x.shape[1])
     columns = None
     if (k + MIN_SPARE_BLOCKS) * VOCAB_BLOCK * 2 <= x.shape[1]:
@@ -89,7 +89,7 @@ def stable_top_k(x: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tenso
 
 
 def _top_k_columns(x: Tensor, k: int) -> Tensor:
-    """The columns of the `count` largest entries (rows, count), ascending; of equal ones the first."""
+    """The columns of the k largest entries (rows, k), ascending; of equal ones the first."""
     if x.device.type == "cpu":
         members = _top_k_by_partition(x.detach().numpy(), k)
         if members is not None:
@@ -98,7 +98,7 @@ def _top_k_columns(x: Tensor, k: int) -> Tensor:
 
 
 def _top_k_by_partition(x: np.ndarray[tuple[int, ...], Any], k: int) -> Tensor | None:
-    """`_members`, by finding the smallest of them first; None for rows with a NaN."""
+    """`_top_k_columns` by finding the k-th value first; None for rows with a NaN."""
     rows, width = x.shape
     kth_value = np.partition(x, width - k, axis=1)[:, width - k, None]
     at_least_kth = x >= kth_value
@@ -115,7 +115,7 @@ def _top_k_by_partition(x: np.ndarray[tuple[int, ...], Any], k: int) -> Tensor |
 
 
 def stable_sort_descending(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row in order, whole; a last resort, as slow as it sounds."""
+    """Each whole row in descending order, and its columns; slow for a large vocabulary."""
     values, columns = torch.sort(x, dim=-1, descending=True, stable=True)
     return values, columns
 
@@ -187,7 +187,7 @@ class BatchParams:
 
 
 def batch_params(compiled_rows: Sequence[CompiledSettings], device: torch.device) -> BatchParams:
-    """The parameters of some rows; remembered for rows that all have the same plan."""
+    """The parameters of some rows; cached for rows that all have the same settings."""
     if all(compiled is compiled_rows[0] for compiled in compiled_rows):
         return _cached_params(compiled_rows[0], device)
     return BatchParams(compiled_rows, device)
@@ -202,8 +202,8 @@ def _cached_params(compiled: CompiledSettings, device: torch.device) -> BatchPar
 class Candidates:
     """Probabilities `p` (rows, k) and token `ids` (rows, k); ids None if a column is a token.
 
-    A probability of 0 means out. `ordered` says that p descended, and ids ascended among equals, before steps
-    that leave gaps.
+    A probability of 0 means excluded. `is_sorted` says that p descended, and ids ascended among equals,
+    before steps that exclude tokens or change probabilities.
     """
 
     p: Tensor
@@ -213,7 +213,7 @@ class Candidates:
     """`p` and `ids` before a step that reshaped the probabilities, if its state needs to know them."""
 
     def sort_descending(self) -> None:
-        """Put the most probable first, if that is not so yet."""
+        """Sort by probability, the most probable first, unless that is so."""
         if self.is_sorted:
             return
         self.p, columns = stable_sort_descending(self.p)
@@ -232,7 +232,7 @@ class Candidates:
         return Candidates(self.p[rows], None if self.ids is None else self.ids[rows], self.is_sorted)
 
     def keep_and_renormalize(self, mask: Tensor, active: Tensor | None) -> None:
-        """Drop what is not in the mask and share its probability out, in the active rows (None: all)."""
+        """Drop what is not in the mask and renormalise, in the active rows (None: all)."""
         if active is not None:
             mask = mask | ~active
         kept = torch.where(mask, self.p, 0.0)
@@ -243,7 +243,7 @@ class Candidates:
 def top_k_candidates(
     x: Tensor, compiled_rows: Sequence[CompiledSettings], params: BatchParams, maxima: Tensor
 ) -> Candidates:
-    """The top-k of each row, k as its plan says; for rows that all have one."""
+    """The top-k of each row, for rows that all have a k, perhaps different ones."""
     count = min(max(compiled.top_k for compiled in compiled_rows), x.shape[1])
     values, ids = stable_top_k(x, count, maxima)
     weights = params.unnormalized_probs(values, values[:, :1])
@@ -264,7 +264,7 @@ def all_candidates(x: Tensor, compiled_rows: Sequence[CompiledSettings], params:
 def all_candidates_in_chunks(
     x: Tensor, rows: Sequence[int], compiled_rows: Sequence[CompiledSettings]
 ) -> Iterator[tuple[list[int], Candidates]]:
-    """`everything` for some of the rows, as many at a time as is good for a CPU."""
+    """`all_candidates` for some of the rows, on a CPU as many at a time as its cache holds."""
     step = max(1, CPU_CACHE_ELEMENTS // x.shape[1]) if x.device.type == "cpu" else len(rows)
     for start in range(0, len(rows), step):
         members = list(rows[start : start + step])
@@ -310,7 +310,7 @@ def candidates_above_floor(
 ) -> Iterator[tuple[list[int], Candidates]]:
     """The tokens of each row above its floor, rows with similarly many together; for the CPU.
 
-    The rows must agree on `needs_total`.
+    The rows must agree on `floor_needs_total`.
     """
     top = maxima.amax(-1, keepdim=True)
     total = (

@@ -1,4 +1,4 @@
-"""The choice itself: one uniform number into one token, and the most probable tokens for those who ask.
+"""The draw: from one uniform number to one token, and the most probable tokens for rows that ask for them.
 
 A walk along the candidates until their probabilities add up to the number: the same number always gives the
 same token, whatever else is in the batch. Sums are float64.
@@ -42,10 +42,10 @@ def _inverse_cdf(p: Tensor, uniforms: Tensor) -> Tensor:
 def draw_from_candidates(
     c: Candidates, uniforms: Tensor, num_top: int, descending: Tensor | bool = False
 ) -> DrawnTokens:
-    """A token of each row for uniform numbers (rows, 1), and `wanted` top tokens.
+    """A token of each row for uniform numbers (rows, 1), and `num_top` top tokens.
 
     The walk is in the order of ids, however candidates were found, since that depends on the device; or, in
-    all rows or those where `down` (rows, 1) is true, from the most probable down.
+    all rows or those where `descending` (rows, 1) is true, from the most probable down.
     """
     p, ids = c.p, c.ids
     if ids is not None and descending is not True:
@@ -74,7 +74,7 @@ def top_tokens_of(p: Tensor, ids: Tensor | None, num_top: int) -> tuple[Tensor, 
 def draw_from_full_vocab(
     x: Tensor, top: Tensor, params: BatchParams, uniforms: Tensor, num_top: int
 ) -> DrawnTokens:
-    """`pick` for rows that exclude nothing, from their logits: first a run of columns, then a column."""
+    """The same for rows that exclude nothing, from logits: draws a block of columns, then a column."""
     cumulative = params.block_weight_sums(x, top).cumsum_(-1)
     target_mass = uniforms * BELOW_ONE * cumulative[:, -1:]
     block = (cumulative <= target_mass).sum(-1, keepdim=True).clamp_max_(cumulative.shape[1] - 1)
@@ -106,7 +106,7 @@ def greedy_output(x: Tensor, num_top: int) -> tuple[Tensor, DrawnTokens]:
 
 
 def pad_top_tokens(ids: Tensor, p: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """`wanted` ids (rows, wanted): those with a probability first, then others ascending from 0, at 0."""
+    """`num_top` ids (rows, num_top): those with a probability, then others from 0 on, at 0."""
     missing = num_top - ids.shape[1]
     if missing > 0:
         ids = torch.nn.functional.pad(ids, (0, missing), value=-1)

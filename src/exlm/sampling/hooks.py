@@ -1,7 +1,7 @@
 """Post-sampling hooks: callables that see every sampled token and may put another in its place.
 
-The shapes are those that hooks written for exllamav2 expect. Hooks are called by whoever appends tokens to a
-text; the sampler only offers the call.
+The shapes are those that hooks written for exllamav2 expect. The engine calls hooks, not the sampler, before
+it appends a token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def call_hooks(
     candidates: tuple[Sequence[int], Sequence[float]] | None = None,
     logits: Tensor | None = None,
 ) -> PostSamplingResult:
-    """Show a token to every hook in turn; the result says what they made of it."""
+    """Call every hook in turn with a token; returns the result as they left it."""
     tokens, probs = candidates if candidates is not None else (None, None)
     result = PostSamplingResult(
         torch.tensor([[token]]),

@@ -1,7 +1,7 @@
-"""What happens to logits before they become probabilities: penalties, blocks, bias, DRY, allowed tokens.
+"""Logits processors that depend on a request: penalties, blocked tokens, bias, DRY, allowed tokens.
 
-First it is worked out, from each row's text, what there is to change; then rows that need it are changed,
-all together. A row whose settings ask for nothing, or whose text gives no reason, is never copied.
+`compute_edits` works out what to change in each row from its text; `apply_edits` changes all rows that need
+it together. A row without edits is never copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties: which tokens a text used lately, how often, at what cost.
+"""Repetition, frequency and presence penalties: which of the last tokens are penalised, and how much.
 
 `Occurrences` follows a window over the text in step with it, so that a token costs a few dictionary
 operations however long the text is; `penalise` changes the logits of all rows in one go. Nothing here looks
@@ -108,7 +108,7 @@ class WindowCounts:
 
 
 class PenaltyWindow:
-    """What the penalties need to know of one text, kept up to date as it grows and shrinks."""
+    """The tokens of one text within the penalties' window, kept up to date as the text grows and shrinks."""
 
     def __init__(self) -> None:
         self._window_counts = WindowCounts()
@@ -130,7 +130,7 @@ class PenaltyWindow:
     def _with_decay(
         self, ids: Sequence[int], decay: int, tokens: array[int], counts: array[float]
     ) -> PenaltyTerms:
-        """Add the part of the window where penalties fade, from full at its near end to none."""
+        """Add the part of the window where penalties decay, from full strength at its near end to none."""
         start = self._window_counts.start
         strengths = array("f", [1.0]) * len(tokens)
         added: dict[int, int] = {}

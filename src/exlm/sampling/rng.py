@@ -1,8 +1,8 @@
 """Random numbers that are a function of (seed, position): Philox 4x32-10, in plain integers and in numpy.
 
-A counter-based generator has no state to share or to lose: the number for a position is the same whoever else
-is in the batch, whichever device computes, and however often a step is run again. This is not a replacement
-for `random` or `torch.Generator`; it draws one uniform number for each token.
+A counter-based generator has no state to share or to lose: the number for a position does not depend on the
+rest of the batch, on the device, or on how often a step is run again. This is not a replacement for `random`
+or `torch.Generator`; it draws one uniform number for each token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def uniform(seed: int, position: int, rewind_count: int = 0) -> float:
 
 
 def key_of(seed: int) -> tuple[int, int]:
-    """A seed as a key: its low 64 bits, so that negative seeds are seeds too."""
+    """A seed as a key: its low 64 bits, so negative seeds are valid."""
     return seed & MASK32, seed >> 32 & MASK32
 
 
@@ -81,7 +81,7 @@ class PhiloxStream:
         self._cached_numbers: list[float] = []
 
     def at(self, position: int, rewind_count: int = 0) -> float:
-        """The number for a position; another branch has other numbers."""
+        """The number for a position; each rewind count has its own numbers."""
         block = (position // POSITIONS_PER_BLOCK, rewind_count)
         if block == self._cached_block:
             return self._cached_numbers[position % POSITIONS_PER_BLOCK]

@@ -46,7 +46,7 @@ _NO_DEVICE_SWITCH = nullcontext()
 
 
 class Sampler:
-    """Chooses tokens for the rows of a batch. What it remembers of them saves time and changes nothing."""
+    """Chooses tokens for the rows of a batch. What it caches of them saves time and changes nothing."""
 
     Settings = Settings
 
@@ -59,8 +59,8 @@ class Sampler:
     ) -> None:
         """A sampler for a model's vocabulary: the ids the tokenizer knows, or the first `vocab_size`.
 
-        Columns beyond are padding and never chosen. The tokenizer also names the tokens that DRY and XTC
-        spare unless settings do. Without `kernels` everything is plain torch, on any device.
+        Columns beyond are padding and never chosen. The tokenizer also gives the tokens that DRY and XTC
+        leave alone, unless settings do. Without `kernels` everything is plain torch, on any device.
         """
         self.kernels = kernels
         self.vocabulary = SamplerVocabulary(tokenizer, vocab_size)
@@ -148,7 +148,7 @@ class Sampler:
     def _group_tasks(
         self, x: Tensor, requests: Sequence[SamplingRequest], indices: Iterable[int]
     ) -> list[list[SamplingTask]]:
-        """What is to be done for some rows, sorted into groups."""
+        """The tasks of some rows, in groups that are worked on together."""
         width, known = x.shape[1], None
         chosen = [(index, requests[index], requests[index].settings.compiled()) for index in indices]
         for _, request, _ in chosen:
@@ -296,7 +296,7 @@ def _cfg_scale(request: SamplingRequest) -> float:
     return float(request.settings.cfg_scale)
 
 
-SMALL_VOCAB = 512  # a vocabulary up to here is worked on whole
+SMALL_VOCAB = 512  # up to here a vocabulary is one block
 
 SearchKind = Literal["greedy", "unfiltered", "top_k", "floor_below_max", "floor_of_total", "full_vocab"]
 GroupKey = tuple[SearchKind, bool, bool, bool]
@@ -483,7 +483,7 @@ def mark_failures(top: Tensor, tokens: Tensor) -> Tensor:
 
 
 def join_groups(parts: Sequence[tuple[Sequence[int], DrawnTokens]], device: torch.device) -> DrawnTokens:
-    """Several groups' picks as one; each comes with the numbers of its rows."""
+    """The tokens of several groups in the order of the batch; each group comes with its rows' indices."""
     batch_order = torch.tensor([member for members, _ in parts for member in members]).argsort()
     batch_order = batch_order.to(device, non_blocking=True)
     output = DrawnTokens(

@@ -1,4 +1,4 @@
-"""Vocabulary: what the sampler knows of a tokenizer: how many ids count, and which tokens DRY and XTC spare.
+"""The sampler's view of a tokenizer: how many ids are tokens, and which of them DRY and XTC leave alone.
 
 The sets are built when first needed, because reading every piece takes a moment. Any object with the few
 methods below serves as a tokenizer.
@@ -17,7 +17,7 @@ DRY_BREAKER_CHARACTERS = '.,!?<>[](){}"\n\t'
 
 
 class SamplerTokenizer(Protocol):
-    """What the sampler asks of a tokenizer."""
+    """The part of a tokenizer that the sampler needs."""
 
     @property
     def extended_id_to_piece(self) -> Mapping[int, str]:
@@ -54,7 +54,7 @@ class SamplerVocabulary:
         return self._ids_containing("\n")
 
     def mask(self, ids: frozenset[int], width: int, device: torch.device) -> Tensor:
-        """A set of ids as booleans (width,); kept, because the sets that come here stay the same."""
+        """A set of ids as booleans (width,); cached, because few different sets are used."""
         key = (ids, width, device)
         if key not in self._masks:
             if len(self._masks) > 64:
