@@ -171,7 +171,7 @@ def test_adapters_are_looked_after_once_for_all_jobs_that_have_them() -> None:
     assert all(one["eos_reason"] == "max_new_tokens" for one in ended)
     machine.enqueue(job("abc", 1))
     machine.step()
-    assert not machine._adapted
+    assert not machine._jobs_by_adapters
 
 
 def test_reading_results_is_as_much_work_beside_any_number_of_jobs(tmp_path: Path) -> None:
