@@ -1,4 +1,4 @@
-"""Layers whose launches leave their answers for the next: right, and in any company the same bits."""
+"""Fused layers: each launch prepacks the next one's activations; same bits in every batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HIDDEN, INNER, HEAD = 192, 320, 64
 
 
 class Stack:
-    """Two layers, and the same in parts."""
+    """Two fused layers, and the kernels they are made of."""
 
     def __init__(self, modules: Any, case: Case, norm: b.QKNormFn | None = None) -> None:
         torch.manual_seed(4)
@@ -64,14 +64,14 @@ class Stack:
         parts = tuple(segment(bits, sizes, outputs, False, False) for bits, sizes in kinds)
         return repack(matrix(parts, outputs).to(self.device))
 
-    def read_source(self, x: Tensor, kvs: list[CacheLayer], metadata: Batch) -> Tensor:
+    def run_chained(self, x: Tensor, kvs: list[CacheLayer], metadata: Batch) -> Tensor:
         for layer, kv in zip(self.layers, kvs, strict=True):
             y = layer(x, kv, metadata)
             assert y is not None
             x = y
         return x
 
-    def plain(self, x: Tensor, kvs: list[CacheLayer], metadata: Batch) -> Tensor:
+    def run_separately(self, x: Tensor, kvs: list[CacheLayer], metadata: Batch) -> Tensor:
         shape, rows = x.shape, x.flatten(0, 1)
         for (qkv, o, gate, down), kv in zip(self.parts, kvs, strict=True):
             q, k, v = (y.view(*shape[:2], -1, HEAD) for y in answer(qkv, rows))
@@ -104,18 +104,18 @@ def copies(kvs: list[CacheLayer]) -> list[CacheLayer]:
 def check(stack: Stack) -> None:
     x, kvs, metadata = step(stack.case, stack.device)
     mine, theirs = copies(kvs), copies(kvs)
-    apart = stack.whole(x, copies(kvs), metadata)
+    apart = stack.run_chained(x, copies(kvs), metadata)
     stack.layers[0].chain_to(stack.layers[1])
-    read_source, plain = stack.whole(x, mine, metadata), stack.plain(x, theirs, metadata)
-    assert close(read_source, plain)
+    chained, plain = stack.run_chained(x, mine, metadata), stack.run_separately(x, theirs, metadata)
+    assert close(chained, plain)
     assert close(apart, plain)
-    assert torch.equal(stack.whole(x, copies(kvs), metadata), read_source)
+    assert torch.equal(stack.run_chained(x, copies(kvs), metadata), chained)
     if len(stack.case.pasts) * stack.case.tokens > 16:
         return
     for row, past in enumerate(stack.case.pasts):
         one = slice(row, row + 1)
         own = cases.one_row(metadata, row, past + stack.case.tokens)
-        assert torch.equal(stack.whole(x[one], copies(kvs), own), read_source[one])
+        assert torch.equal(stack.run_chained(x[one], copies(kvs), own), chained[one])
 
 
 @pytest.fixture(scope="module")

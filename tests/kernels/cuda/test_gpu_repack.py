@@ -148,4 +148,4 @@ def test_it_compiles(target: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     image = compile_source(read_source(SOURCE), SOURCE.name, [f"--gpu-architecture={target}", "--std=c++17"])
     assert image.startswith(b"\x7fELF")
-    assert b"rearrange" in image
+    assert b"repack" in image
