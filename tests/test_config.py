@@ -89,7 +89,7 @@ def test_overrides_reach_the_frozen_description(tmp_path: Path) -> None:
     frozen = config.freeze()
     rope = frozen.spec.layers[0].attn.rope
     assert rope is not None
-    assert (frozen.max_seq_len, rope.alpha, rope.divisor, rope.theta) == (8192, 2.5, 2.0, 1e6)
+    assert (frozen.max_seq_len, rope.ntk_alpha, rope.linear_factor, rope.theta) == (8192, 2.5, 2.0, 1e6)
 
 
 def test_the_files_linear_scaling_is_visible_and_can_be_replaced(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_the_files_linear_scaling_is_visible_and_can_be_replaced(tmp_path: Path)
     rope = config.freeze().spec.layers[0].attn.rope
     assert rope is not None
     assert rope.scaling is None
-    assert rope.divisor == 1.0
+    assert rope.linear_factor == 1.0
 
 
 def test_a_misspelt_option_is_an_error(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_none_and_zero_mean_no_scaling(tmp_path: Path, nothing: float | None) ->
     config.scale_pos_emb = config.scale_alpha_value = nothing
     rope = config.freeze().spec.layers[0].attn.rope
     assert rope is not None
-    assert (rope.scaling, rope.divisor, rope.alpha) == (None, 1.0, 1.0)
+    assert (rope.scaling, rope.linear_factor, rope.ntk_alpha) == (None, 1.0, 1.0)
 
 
 def test_unknown_attributes_of_old_programs_are_kept_with_a_warning(tmp_path: Path) -> None:

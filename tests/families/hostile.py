@@ -1,8 +1,8 @@
-"""A program that gives every number of every family's description hostile values, one at a time.
+"""Sets every number of every family's config.json or GGUF metadata to hostile values, one at a time.
 
-It runs in a process of its own (`python -m tests.families.hostile config`), whose memory the system limits,
-and each case has a few seconds: a number that sizes a loop or an allocation shows as MemoryError or as
-`TooLong`. It prints one line for each outcome that is neither a description nor a typed error.
+It runs in a process of its own (`python -m tests.families.hostile config`) under a memory limit, and each case
+has a few seconds: a number that sizes a loop or an allocation shows as MemoryError or `CaseTimeout`. It prints
+one line for each outcome that is neither a spec nor a typed error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ROPE_VARIANTS = (
     "qwen3-moe-mixed",
     "qwen2-window",
 )
-"""Cases beside the first of each family, for keys that only these have."""
+"""Cases tested in addition to the first of each family, for keys that only these have."""
 
 ROPE = (
     *("rope_theta", "partial_rotary_factor", "mrope_section", "rope_type", "type", "factor", "truncate"),
@@ -75,11 +75,11 @@ GGUF_ROPE: dict[str, Any] = {
     "rope.scaling.attn_factor": 1.0,
 }
 
-WIDEST = 1 << 17
-"""Dimensions of a rotation beyond which its frequencies are not made here: no weights have that shape."""
+MAX_ROTARY_DIM = 1 << 17
+"""Frequencies are computed only up to this rotary dimension: no weights have a larger one."""
 
 
-class TooLong(Exception):
+class CaseTimeout(Exception):
     """A case took too long."""
 
 
@@ -116,29 +116,29 @@ def paths(table: Mapping[str, Any], at: Keys = ()) -> Iterator[Keys]:
             yield from paths(value, (*at, key))
 
 
-def changed(table: Mapping[str, Any], path: Keys, value: Any) -> dict[str, Any]:
-    """The table with another value at a path, whose tables are made where there are none."""
+def with_value(table: Mapping[str, Any], path: Keys, value: Any) -> dict[str, Any]:
+    """The table with another value at a path; missing inner tables are created."""
     if len(path) == 1:
         return {**table, path[0]: value}
     inner = table.get(path[0])
-    return {**table, path[0]: changed(inner if isinstance(inner, Mapping) else {}, path[1:], value)}
+    return {**table, path[0]: with_value(inner if isinstance(inner, Mapping) else {}, path[1:], value)}
 
 
-def asked(config: Mapping[str, Any]) -> set[Keys]:
+def looked_up_keys(config: Mapping[str, Any]) -> set[Keys]:
     """The keys a family looks up, whether the file has them or not."""
     found: set[Keys] = set(paths(config))
-    plain = ConfigReader.find
+    original_find = ConfigReader.find
 
     def find(self: ConfigReader, *keys: str) -> tuple[str, Any]:
         found.update(tuple(key.split(".")) for key in keys)
-        return plain(self, *keys)
+        return original_find(self, *keys)
 
     ConfigReader.find = find  # type: ignore[method-assign]
     try:
         build_spec(ConfigReader(config))
     finally:
-        ConfigReader.find = plain  # type: ignore[method-assign]
-    if config.get("rope_parameters", {}).keys() - ROPE[:1] - {"rope_type"}:  # it says more than a base
+        ConfigReader.find = original_find  # type: ignore[method-assign]
+    if config.get("rope_parameters", {}).keys() - ROPE[:1] - {"rope_type"}:  # it names a scaling method
         found |= {(table, key) for table in ("rope_parameters", "rope_scaling") for key in ROPE}
     if "text_config" in config:
         inner = {("text_config", *path) for path in found if path[0] not in config}
@@ -146,73 +146,73 @@ def asked(config: Mapping[str, Any]) -> set[Keys]:
     return found
 
 
-def used(model: spec.Model) -> None:
-    """What loading lists and computes of a description before it compares it with weights."""
+def use_spec(model: spec.Model) -> None:
+    """Do what loading does with a spec before it opens any weights."""
     assert sum(1 for _ in matrices(model)) < 4 * 10**6
     for rope in {layer.attn.rope for layer in model.layers}:
-        if rope is not None and rope.dim < WIDEST:
+        if rope is not None and rope.dim < MAX_ROTARY_DIM:
             frequencies(rope, model.max_positions)
 
 
-Outcome = tuple[str, Callable[[], object]]
+Attempt = tuple[str, Callable[[], object]]
 
 
-def configs() -> Iterator[Outcome]:
+def configs() -> Iterator[Attempt]:
     """Every key of every family's config.json with every hostile value."""
     for case in cases():
         config = config_of(case)
-        used(build_spec(ConfigReader(config)))
-        for path in sorted(asked(config)):
+        use_spec(build_spec(ConfigReader(config)))
+        for path in sorted(looked_up_keys(config)):
             for value in HOSTILE:
-                mutant = changed(config, path, value)
-                yield f"{case.id} {path} = {value!r:.30}", lambda c=mutant: used(build_spec(ConfigReader(c)))
-        for path in sorted(asked(config)):  # sizes that agree with each other
+                mutant = with_value(config, path, value)
+                yield f"{case.id} {path} = {value!r:.30}", lambda c=mutant: use_spec(build_spec(ConfigReader(c)))
+        for path in sorted(looked_up_keys(config)):  # sizes that agree with each other
             if path[-1].endswith("heads") or path[-1] == "n_head":
-                pair = changed(changed(config, path, 10**9), (*path[:-1], "num_key_value_heads"), 10**9)
-                pair = changed(pair, (*path[:-1], "head_dim"), 8)
+                pair = with_value(with_value(config, path, 10**9), (*path[:-1], "num_key_value_heads"), 10**9)
+                pair = with_value(pair, (*path[:-1], "head_dim"), 8)
                 yield (
                     f"{case.id} {path} and key/value heads",
-                    lambda c=pair: used(build_spec(ConfigReader(c))),
+                    lambda c=pair: use_spec(build_spec(ConfigReader(c))),
                 )
 
 
-def ggufs() -> Iterator[Outcome]:
+def ggufs() -> Iterator[Attempt]:
     """Every key of every GGUF architecture's metadata with every hostile value."""
 
     def read(table: dict[str, Any]) -> None:
-        used(build_spec(ConfigReader(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"]))))
+        use_spec(build_spec(ConfigReader(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"]))))
         gguf_tensor_names(table, "x.gguf")
 
     for variant, (arch, _) in VARIANTS.items():
-        told = Recorded(metadata(variant) | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()})
-        read(told)
-        for key in sorted(told.asked | set(told)):
+        recorder = RecordingDict(metadata(variant) | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()})
+        read(recorder)
+        for key in sorted(recorder.looked_up | set(recorder)):
             for value in [*HOSTILE, 2**64 - 1, [2**63] * 4, [True] * 2, ["a"] * 3]:
-                yield f"{variant} {key} = {value!r:.30}", lambda t={**told, key: value}: read(t)
+                yield f"{variant} {key} = {value!r:.30}", lambda t={**recorder, key: value}: read(t)
 
 
-class Recorded(dict[str, Any]):
-    """A table that records which keys were looked up."""
+class RecordingDict(dict[str, Any]):
+    """A dict that records which keys were looked up."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self.asked: set[str] = set()
+        self.looked_up: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
+        self.looked_up.add(key)
         return super().get(key, default)
 
 
-def loads() -> Iterator[Outcome]:
+def loads() -> Iterator[Attempt]:
     """Every family with hostile sizes, loaded from files that hold none of its weights."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_file({"nothing": torch.zeros(1)}, folder / "model.safetensors")
         for case in cases():
             config, seen = config_of(case), {build_spec(ConfigReader(config_of(case)))}
-            for path in sorted(asked(config)):
+            for path in sorted(looked_up_keys(config)):
                 try:
-                    model = build_spec(ConfigReader(mutant := changed(config, path, HUGE)))
+                    model = build_spec(ConfigReader(mutant := with_value(config, path, HUGE)))
                 except ExlmError:
                     continue
                 if model not in seen:
@@ -221,13 +221,13 @@ def loads() -> Iterator[Outcome]:
                     yield f"{case.id} {path} = {HUGE}", lambda: Model(Config(folder)).load()
 
 
-def survey(outcomes: Iterator[Outcome]) -> int:
-    """Try each; print what is neither fine nor a typed error."""
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, resource.RLIM_INFINITY))
-    signal.signal(signal.SIGALRM, _late)
+def run_cases(attempts: Iterator[Attempt]) -> int:
+    """Run each case and print those that end in anything but a spec or a typed error; their number."""
+    memory_before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (memory_before + MEMORY, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGALRM, _raise_timeout)
     count = 0
-    for words, attempt in outcomes:
+    for label, attempt in attempts:
         count += 1
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
         try:
@@ -235,15 +235,15 @@ def survey(outcomes: Iterator[Outcome]) -> int:
         except ExlmError:
             pass
         except (Exception, MemoryError) as error:
-            print(f"{words}: {type(error).__name__} {str(error)[:100]}")
+            print(f"{label}: {type(error).__name__} {str(error)[:100]}")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     return count
 
 
-def _late(signum: int, frame: FrameType | None) -> None:
-    raise TooLong
+def _raise_timeout(signum: int, frame: FrameType | None) -> None:
+    raise CaseTimeout
 
 
 if __name__ == "__main__":
-    print(survey({"config": configs, "gguf": ggufs, "load": loads}[sys.argv[1]]()), "cases")
+    print(run_cases({"config": configs, "gguf": ggufs, "load": loads}[sys.argv[1]]()), "cases")

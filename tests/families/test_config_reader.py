@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_a_missing_key_is_named(key: str) -> None:
             {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": -1}},
             '"beta_fast" must be a number above',
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1}, '"rope_theta" must be another'),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1}, '"rope_theta" must be a number other than 1'),
         ({"rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]}}, "a list of 4 numbers"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}, "sum to 4"),
         ({"partial_rotary_factor": 2.0}, "it must be even"),
@@ -156,12 +157,12 @@ def test_the_text_part_wins_over_the_top_level() -> None:
     assert build_spec(ConfigReader(nested)) == llama()
 
 
-def test_lengths_follow_their_order() -> None:
+def test_the_first_known_length_key_wins() -> None:
     assert llama(max_position_embeddings=512, model_max_length=1024).max_positions == 1024
     assert llama(n_positions=128, max_position_embeddings=512).max_positions == 512
 
 
-def test_layer_types_must_fit_the_depth() -> None:
+def test_layer_types_must_match_the_number_of_layers() -> None:
     raw = {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "sliding_window": 8}
     with pytest.raises(ConfigError, match="a list of 4 names"):
         build_spec(ConfigReader({**raw, "layer_types": ["full_attention"]}))
@@ -175,7 +176,7 @@ def test_more_active_than_existing_experts_are_refused() -> None:
         build_spec(ConfigReader(raw))
 
 
-def test_a_short_nested_config_is_filled_with_family_defaults() -> None:
+def test_missing_keys_of_a_nested_config_are_filled_with_family_defaults() -> None:
     raw = {
         "architectures": ["LlavaForConditionalGeneration"],
         "vision_config": {"model_type": "pixtral"},
@@ -186,18 +187,18 @@ def test_a_short_nested_config_is_filled_with_family_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Cohere2"])
-def test_a_family_of_windows_has_one_even_if_the_file_says_nothing(name: str) -> None:
+def test_window_defaults_apply_when_the_file_names_none(name: str) -> None:
     windows = [layer.attn.window for layer in llama(architectures=[f"{name}ForCausalLM"]).layers]
     assert windows[0] == 4096
     assert llama(architectures=[f"{name}ForCausalLM"], sliding_window=8).layers[0].attn.window == 8
 
 
-def test_gemma3_is_as_long_as_the_family_where_the_file_says_nothing() -> None:
+def test_gemma3_has_a_default_context_length() -> None:
     text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "sliding_window": 8}
     published = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
     assert build_spec(ConfigReader(published)).max_positions == 131072
-    told = {**published, "text_config": {**text, "max_position_embeddings": 512}}
-    assert build_spec(ConfigReader(told)).max_positions == 512
+    explicit = {**published, "text_config": {**text, "max_position_embeddings": 512}}
+    assert build_spec(ConfigReader(explicit)).max_positions == 512
 
 
 def test_a_nested_llama_without_windows_is_filled_with_defaults() -> None:
@@ -210,16 +211,14 @@ def test_a_nested_llama_without_windows_is_filled_with_defaults() -> None:
     assert (layer.attn.kv_heads, layer.attn.window, layer.mlp.width) == (32, None, 11008)
 
 
-def test_another_vision_tower_is_refused() -> None:
+def test_another_vision_encoder_is_refused() -> None:
     clip = {"model_type": "clip"}
     raw = {**LLAMA, "architectures": ["LlavaForConditionalGeneration"], "vision_config": clip}
     with pytest.raises(ConfigError, match=r"vision_config.model_type.*pixtral.*'clip'"):
         build_spec(ConfigReader(raw))
 
 
-def test_qwen3_is_llama_but_for_one_field() -> None:
-    from dataclasses import replace
-
+def test_qwen3_differs_from_llama_in_one_field() -> None:
     qwen = build_spec(ConfigReader({**LLAMA, "architectures": ["Qwen3ForCausalLM"]}))
     back = tuple(replace(layer, attn=replace(layer.attn, qk_norm=None)) for layer in qwen.layers)
     assert replace(qwen, layers=back, architecture="LlamaForCausalLM") == llama()

@@ -17,13 +17,13 @@ from exlm.kernels.reference import frequencies
 
 
 def as_float32(value: float) -> float:
-    """A number as 32 bits keep it: what a file holds."""
+    """A number rounded to float32, as a GGUF file stores it."""
     return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
 def metadata(arch: str, **changes: Any) -> dict[str, Any]:
     """A small model; `__` in a keyword stands for the key's dot, None leaves a key out."""
-    own = {
+    fields = {
         "block_count": 4,
         "context_length": 4096,
         "embedding_length": 64,
@@ -33,8 +33,8 @@ def metadata(arch: str, **changes: Any) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": as_float32(1e-5),
         "rope.freq_base": 500000.0,
     }
-    own |= {key.replace("__", "."): value for key, value in changes.items()}
-    found = {f"{arch}.{key}": value for key, value in own.items() if value is not None}
+    fields |= {key.replace("__", "."): value for key, value in changes.items()}
+    found = {f"{arch}.{key}": value for key, value in fields.items() if value is not None}
     return {
         "general.architecture": arch,
         **found,
@@ -70,7 +70,7 @@ CONFIG_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         metadata("llama", rope__scaling__type="linear", rope__scaling__factor=4.0),
         {"architectures": ["LlamaForCausalLM"], "rope_scaling": {"type": "linear", "factor": 4.0}},
     ),
-    "linear, as it was": (
+    "linear, old key": (
         metadata("llama", rope__scale_linear=2.0),
         {"architectures": ["LlamaForCausalLM"], "rope_scaling": {"type": "linear", "factor": 2.0}},
     ),
@@ -95,7 +95,7 @@ CONFIG_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
         },
     ),
-    "qwen2 with yarn and a factor of its own": (
+    "qwen2 with yarn and an attention factor": (
         metadata(
             "qwen2",
             rope__scaling__type="yarn",
@@ -143,7 +143,7 @@ CONFIG_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "query_pre_attn_scalar": 32,
         },
     ),
-    "gemma2, old and widest": (
+    "gemma2 27B, without softcap keys": (
         metadata("gemma2", **HEADS, block_count=46),
         {
             "architectures": ["Gemma2ForCausalLM"],
@@ -171,7 +171,7 @@ CONFIG_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
-    "gemma3, layers listed": (
+    "gemma3 with a list of layer types": (
         metadata(
             "gemma3",
             **HEADS,
@@ -240,16 +240,16 @@ def test_llama3_factors_match_its_formula() -> None:
     theta, dim, factor, low, high, original = 500000.0, 16, 8.0, 1.0, 4.0, 1024
     factors = []
     for n in range(dim // 2):
-        wave = 2 * math.pi * theta ** (2 * n / dim)
-        smooth = min(max((original / wave - low) / (high - low), 0.0), 1.0)
+        wavelength = 2 * math.pi * theta ** (2 * n / dim)
+        smooth = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
         factors.append(as_float32(1 / ((1 - smooth) / factor + smooth)))
     assert {1.0, factor} < set(factors)
     written = spec_of(metadata("llama"), factors={"rope_freqs.weight": factors}).layers[0].attn.rope
     formula = spec.Rope(theta, dim, scaling=spec.Llama3Scaling(factor, low, high, original))
     assert written is not None
-    ours, expected = frequencies(written, 4096), frequencies(formula, 4096)
-    assert ours[1] == expected[1] == 1.0
-    torch.testing.assert_close(ours[0], expected[0], rtol=1e-5, atol=0)
+    actual, expected = frequencies(written, 4096), frequencies(formula, 4096)
+    assert actual[1] == expected[1] == 1.0
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=0)
 
 
 def test_yarn_parameters() -> None:
@@ -270,7 +270,7 @@ def test_yarn_parameters() -> None:
     assert found.scaling == expected
 
 
-def test_biases_are_seen_in_the_tensors() -> None:
+def test_biases_follow_from_the_tensor_names() -> None:
     names = {"blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_down.bias"}
     layer = spec_of(metadata("llama"), tensors=names).layers[0]
     assert layer.attn.qkv_bias
@@ -281,11 +281,11 @@ def test_biases_are_seen_in_the_tensors() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("adapter", "an adapter"), ("mmproj", "the vision or audio part"), ("imatrix", "what was")],
+    [("adapter", "an adapter"), ("mmproj", "the vision or audio part"), ("imatrix", "an importance matrix")],
 )
-def test_gguf_files_that_are_no_models_are_named(kind: str, words: str) -> None:
+def test_gguf_files_that_are_not_models_are_refused(kind: str, words: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^model\.gguf is no model but {words}.* Name the model's own file"
+        ConfigError, match=rf"^model\.gguf is not a model but {words}.* Give the model's own file"
     ):
         spec_of({"general.architecture": "clip", "general.type": kind})
     assert spec_of({**metadata("llama"), "general.type": "model"})

@@ -25,15 +25,15 @@ def test_alpha_scale_and_base_reach_every_layer() -> None:
         apply_overrides(llama(), Overrides(2048, scale_pos_emb=2.0, scale_alpha=3.0, rope_theta=5e5))
     )
     assert rope is not None
-    assert (rope.divisor, rope.alpha, rope.theta) == (2.0, 3.0, 5e5)
+    assert (rope.linear_factor, rope.ntk_alpha, rope.theta) == (2.0, 3.0, 5e5)
 
 
-def test_the_files_linear_factor_is_the_start_of_scale_pos_emb() -> None:
+def test_scale_pos_emb_replaces_the_linear_factor_of_the_file() -> None:
     model = llama(rope_scaling={"type": "linear", "factor": 4.0})
     (rope,) = ropes(apply_overrides(model, Overrides(2048, scale_pos_emb=4.0)))
     assert rope is not None
     assert rope.scaling is None
-    assert rope.divisor == 4.0
+    assert rope.linear_factor == 4.0
 
 
 def test_yarn_on_demand() -> None:
@@ -46,12 +46,12 @@ def test_yarn_on_demand() -> None:
 
 def test_only_the_rope_of_full_attention_is_scaled() -> None:
     model = llama()
-    near = spec.Rope(theta=1.0, dim=8)
-    first = replace(model.layers[0], attn=replace(model.layers[0].attn, window=16, rope=near))
+    local_rope = spec.Rope(theta=1.0, dim=8)
+    first = replace(model.layers[0], attn=replace(model.layers[0].attn, window=16, rope=local_rope))
     model = replace(model, layers=(first, *model.layers[1:]))
     assert primary_rope(model) == model.layers[1].attn.rope
     changed = apply_overrides(model, Overrides(2048, scale_alpha=2.0))
-    assert changed.layers[0].attn.rope == near
+    assert changed.layers[0].attn.rope == local_rope
     assert changed.layers[1].attn.rope != model.layers[1].attn.rope
 
 
@@ -78,7 +78,7 @@ def test_invalid_overrides_are_refused(overrides: Overrides, message: str) -> No
 
 
 def test_learned_positions_cannot_be_stretched() -> None:
-    model = replace(llama(), embed=spec.Embed(positions=1024))
+    model = replace(llama(), embed=spec.Embed(learned_positions=1024))
     with pytest.raises(InputError, match="1024 learned positions"):
         apply_overrides(model, Overrides(2048))
 

@@ -71,7 +71,7 @@ def test_llama3_frequencies() -> None:
 
 
 def test_alpha_raises_the_base() -> None:
-    step, _ = frequencies(spec.Rope(theta=1e4, dim=64, alpha=2.0), 2048)
+    step, _ = frequencies(spec.Rope(theta=1e4, dim=64, ntk_alpha=2.0), 2048)
     base = 1e4 * 2.0 ** (64 / 62)
     assert float(step[-1]) == pytest.approx(base ** (-62 / 64), rel=1e-5)
 
@@ -79,7 +79,7 @@ def test_alpha_raises_the_base() -> None:
 def test_the_divisor_divides_positions_whatever_the_method() -> None:
     for scaling in (None, spec.Llama3Scaling(8.0, 1.0, 4.0, 8192), spec.YarnScaling.with_defaults(4.0, 512)):
         plain, _ = frequencies(spec.Rope(theta=1e4, dim=64, scaling=scaling), 2048)
-        halved, _ = frequencies(spec.Rope(theta=1e4, dim=64, scaling=scaling, divisor=2.0), 2048)
+        halved, _ = frequencies(spec.Rope(theta=1e4, dim=64, scaling=scaling, linear_factor=2.0), 2048)
         assert torch.allclose(halved, plain / 2)
 
 

@@ -58,7 +58,7 @@ def plan(
     console.print(f"The longest context that fits: {found.largest:,} tokens for each of {users}.")
     if max(config.max_seq_len, found.largest) > trained_length:
         more = ": to read more it also needs its positions stretched, as with config.scale_alpha_value"
-        if config.spec.embed.positions:
+        if config.spec.embed.learned_positions:
             more = " and has no positions for more"
         console.print(f"The model itself is made for {trained_length:,} tokens{more}.")
     if not found.fits:

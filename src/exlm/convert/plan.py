@@ -152,8 +152,8 @@ class ConversionPlanner(ABC):
 def vector_specs(model: spec.Model) -> Iterator[VectorSpec]:
     """Every tensor of a model but its matrices."""
     hidden_shape = (model.hidden,)
-    if model.embed.positions:
-        yield VectorSpec("positions", ((model.embed.positions, model.hidden),))
+    if model.embed.learned_positions:
+        yield VectorSpec("positions", ((model.embed.learned_positions, model.hidden),))
     for i, layer in enumerate(model.layers):
         prefix, attn = f"layers.{i}.", layer.attn
         for name in ("attn_norm", "mlp_norm", "attn_post", "mlp_post"):

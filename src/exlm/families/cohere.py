@@ -1,4 +1,4 @@
-"""Command R: attention and MLP side by side on one normalised input, interleaved rotary pairs."""
+"""Command R: attention and MLP in parallel on one normalised input, interleaved rotary pairs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .rope import rope
 
 
 def cohere(c: ConfigReader) -> spec.Model:
-    """One LayerNorm without bias feeds both halves."""
+    """A LayerNorm without bias, whose output attention and MLP share."""
     return _parallel_decoder(c.with_defaults(rope_theta=5e5))
 
 
@@ -22,7 +22,7 @@ def _parallel_decoder(c: ConfigReader) -> spec.Model:
     attn = replace(
         attn,
         rope=rope(c, attn.head_dim, style="gptj"),
-        qk_norm=spec.QkNorm(n, per_head=True) if c.flag("use_qk_norm", default=False) else None,
+        qk_norm=spec.QkNorm(n) if c.flag("use_qk_norm", default=False) else None,
     )
     layer = spec.Layer(attn, mlp(c), n, None, parallel=True)
     model = decoder(c, [layer] * c.num_layers(), final_norm=n, tied=True, requires_bos=True)

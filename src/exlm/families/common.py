@@ -36,20 +36,20 @@ LANGUAGE_MODEL_PREFIXES = (
 def attention(c: ConfigReader, **changes: Any) -> spec.Attention:
     """Llama's attention with the given fields changed; a field that is given is not looked up."""
     fields = dict(changes)
-    heads = _get_or_make(fields, "heads", lambda: c.size("num_attention_heads", "n_heads", "n_head"))
-    head_dim = _get_or_make(fields, "head_dim", lambda: resolve_head_dim(c, heads))
+    heads = _lazy_setdefault(fields, "heads", lambda: c.size("num_attention_heads", "n_heads", "n_head"))
+    head_dim = _lazy_setdefault(fields, "head_dim", lambda: resolve_head_dim(c, heads))
     kv_keys = ("num_key_value_heads", "attn_config.kv_n_heads")
-    kv_heads = _get_or_make(fields, "kv_heads", lambda: c.size(*kv_keys, default=heads))
+    kv_heads = _lazy_setdefault(fields, "kv_heads", lambda: c.size(*kv_keys, default=heads))
     if heads % kv_heads:
         raise c.inconsistent(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
     for name in ("qkv_bias", "out_bias"):
-        _get_or_make(fields, name, lambda: c.flag("attention_bias", default=False))
-    _get_or_make(fields, "scale", lambda: head_dim**-0.5)
-    _get_or_make(fields, "rope", lambda: rope(c, head_dim))
+        _lazy_setdefault(fields, name, lambda: c.flag("attention_bias", default=False))
+    _lazy_setdefault(fields, "scale", lambda: head_dim**-0.5)
+    _lazy_setdefault(fields, "rope", lambda: rope(c, head_dim))
     return spec.Attention(**fields)
 
 
-def _get_or_make(fields: dict[str, Any], name: str, make: Callable[[], Any]) -> Any:
+def _lazy_setdefault(fields: dict[str, Any], name: str, make: Callable[[], Any]) -> Any:
     """The field, computed if it was not given."""
     if name not in fields:
         fields[name] = make()
@@ -94,20 +94,20 @@ def activation(c: ConfigReader, *keys: str, default: str) -> Activation:
 def mlp(c: ConfigReader, **changes: Any) -> spec.Mlp:
     """Llama's gated MLP with the given fields changed; a field that is given is not looked up."""
     fields = dict(changes)
-    _get_or_make(fields, "width", lambda: c.size("intermediate_size", "n_inner"))
-    _get_or_make(fields, "act", lambda: activation(c, "hidden_act", "hidden_activation", default="silu"))
-    _get_or_make(fields, "bias", lambda: c.flag("mlp_bias", default=False))
+    _lazy_setdefault(fields, "width", lambda: c.size("intermediate_size", "n_inner"))
+    _lazy_setdefault(fields, "act", lambda: activation(c, "hidden_act", "hidden_activation", default="silu"))
+    _lazy_setdefault(fields, "bias", lambda: c.flag("mlp_bias", default=False))
     return spec.Mlp(**fields)
 
 
 def moe(c: ConfigReader, **changes: Any) -> spec.Moe:
     """Mixtral's experts with the given fields changed; a field that is given is not looked up."""
     fields = dict(changes)
-    _get_or_make(fields, "act", lambda: activation(c, "hidden_act", default="silu"))
-    _get_or_make(fields, "width", lambda: c.size("intermediate_size"))
+    _lazy_setdefault(fields, "act", lambda: activation(c, "hidden_act", default="silu"))
+    _lazy_setdefault(fields, "width", lambda: c.size("intermediate_size"))
     count_keys = ("num_local_experts", "num_experts", "ffn_config.moe_num_experts")
-    experts = _get_or_make(fields, "experts", lambda: c.size(*count_keys))
-    active = _get_or_make(fields, "active", lambda: c.size("num_experts_per_tok", "ffn_config.moe_top_k"))
+    experts = _lazy_setdefault(fields, "experts", lambda: c.size(*count_keys))
+    active = _lazy_setdefault(fields, "active", lambda: c.size("num_experts_per_tok", "ffn_config.moe_top_k"))
     if active > experts:
         raise c.inconsistent(f"{active} experts for each token but only {experts} exist")
     return spec.Moe(**fields)
@@ -160,8 +160,8 @@ def decoder(c: ConfigReader, layers: Iterable[spec.Layer], **changes: Any) -> sp
     scale = c.real("embedding_multiplier", "scale_emb", default=1.0)
     logit_scale = c.real("logit_scale", default=1.0) / c.positive("logits_scaling", default=1.0)
     tied = changes.pop("tied", False)
-    _get_or_make(changes, "vocab", lambda: c.size("vocab_size"))
-    _get_or_make(changes, "final_norm", lambda: norm(c))
+    _lazy_setdefault(changes, "vocab", lambda: c.size("vocab_size"))
+    _lazy_setdefault(changes, "final_norm", lambda: norm(c))
     fields: dict[str, Any] = {
         "architecture": c.architecture,
         "hidden": c.size("hidden_size", "d_model", "n_embd"),

@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 2**16
 MAX_EXPERTS = 4096
 """Of one layer; the largest published model has 2,048."""
 
-MAX_ALL_EXPERTS = 2**17
+MAX_TOTAL_EXPERTS = 2**17
 """Of all layers together: each expert is three matrices, which are listed before any file is opened."""
 
 MAX_VOCAB = 2**22
@@ -35,7 +35,7 @@ SIZE_LIMITS: Mapping[str, int] = {
 """Limits of sizes by which lists or memory grow before any weight confirms them."""
 
 
-def is_real(value: object) -> bool:
+def is_finite_number(value: object) -> bool:
     """Whether a value from a file is a number that float32 can hold; a whole number may have any length."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
 
@@ -98,7 +98,7 @@ class ConfigReader:
         """The value as the file has it, or None."""
         return self.find(*keys)[1]
 
-    def table(self, *keys: str) -> Mapping[str, Any]:
+    def nested(self, *keys: str) -> Mapping[str, Any]:
         """A nested object; empty when absent."""
         key, value = self.find(*keys)
         if value is not None and not isinstance(value, Mapping):
@@ -130,7 +130,7 @@ class ConfigReader:
         key, value = self._find_or_default(keys, default)
         if value is None:
             return None
-        if not is_real(value):
+        if not is_finite_number(value):
             raise self.invalid_value(key, "a finite number", value)
         return float(value)
 

@@ -24,7 +24,7 @@ KEY_RENAMES = (
 def dbrx(c: ConfigReader) -> spec.Model:
     """Sixteen experts, four of them for each token, in the published model."""
     n = spec.Norm("layer", 1e-5)
-    attn = attention(c, clip=c.real("attn_config.clip_qkv", default=None))
+    attn = attention(c, qkv_clip=c.real("attn_config.clip_qkv", default=None))
     act = c.text("ffn_config.ffn_act_fn.name", default="silu")
     power, raw = _router_normalisation(c)
     if act not in ACTIVATIONS:
@@ -40,7 +40,7 @@ def dbrx(c: ConfigReader) -> spec.Model:
 def _router_normalisation(c: ConfigReader) -> tuple[float, bool]:
     """The p-norm that divides the weights of the active experts, and whether the file has null: none."""
     key = "moe_normalize_expert_weights"
-    raw = c.table("ffn_config").get(key, 1.0) is None
+    raw = c.nested("ffn_config").get(key, 1.0) is None
     return c.real(f"ffn_config.{key}", default=1.0), raw
 
 

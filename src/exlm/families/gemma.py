@@ -36,7 +36,7 @@ SOFTCAP_DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 3
 def gemma(c: ConfigReader) -> spec.Model:
     """Llama with tanh-approximated GELU, and embeddings multiplied by the square root of the hidden size."""
     n = norm(c, offset=1.0)
-    layer = spec.Layer(attention(c, **_head_fields(c)), _mlp(c), n, n)
+    layer = spec.Layer(attention(c, **_head_shape(c)), _mlp(c), n, n)
     return _decoder(c, [layer] * c.num_layers(), n)
 
 
@@ -54,7 +54,7 @@ def gemma2(c: ConfigReader) -> spec.Model:
     sizes = layer_windows(c, depth, lambda i: i % 2 == 0)
 
     def layer(i: int) -> spec.Layer:
-        attn = attention(c, **(_head_fields(c) | _score_fields(c)), window=sizes[i])
+        attn = attention(c, **(_head_shape(c) | _score_scale_and_softcap(c)), window=sizes[i])
         return spec.Layer(attn, _mlp(c), n, n, attn_post=n, mlp_post=n)
 
     model = _decoder(c, [layer(i) for i in range(depth)], n)
@@ -68,7 +68,7 @@ def gemma3(c: ConfigReader) -> spec.Model:
     n, depth = norm(c, offset=1.0), c.num_layers()
     pattern = c.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     sizes = layer_windows(c, depth, lambda i: (i + 1) % pattern != 0)
-    fields = _head_fields(c) | _score_fields(c) | {"qk_norm": spec.QkNorm(n)}
+    fields = _head_shape(c) | _score_scale_and_softcap(c) | {"qk_norm": spec.QkNorm(n)}
     local_rope, global_rope = _local_and_global_rope(c, fields["head_dim"])
 
     def layer(i: int) -> spec.Layer:
@@ -82,20 +82,20 @@ def gemma3(c: ConfigReader) -> spec.Model:
 
 def _local_and_global_rope(c: ConfigReader, head_dim: int) -> tuple[spec.Rope, spec.Rope]:
     """RoPE of local layers, unscaled unless they have a table of their own, and of global layers."""
-    local_rope = rope(c, head_dim, layer_type=SLIDING_ATTENTION, base_key="rope_local_base_freq")
+    local_rope = rope(c, head_dim, layer_type=SLIDING_ATTENTION, theta_key="rope_local_base_freq")
     global_rope = rope(c, head_dim, theta=1_000_000.0, layer_type="full_attention")
     return local_rope, global_rope
 
 
-def _head_fields(c: ConfigReader) -> dict[str, Any]:
-    """Gemma's defaults for keys that short config files leave out."""
+def _head_shape(c: ConfigReader) -> dict[str, Any]:
+    """Heads and their size, with Gemma's defaults for keys that published config files leave out."""
     heads = c.size("num_attention_heads", default=8)
     kv = c.size("num_key_value_heads", default=4)
     width = resolve_head_dim(c, heads, default=256)
     return {"heads": heads, "kv_heads": kv, "head_dim": width, "scale": width**-0.5}
 
 
-def _score_fields(c: ConfigReader) -> dict[str, Any]:
+def _score_scale_and_softcap(c: ConfigReader) -> dict[str, Any]:
     return {
         "scale": c.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
         "softcap": c.positive("attn_logit_softcapping", default=None),
@@ -110,7 +110,7 @@ def _mlp(c: ConfigReader) -> spec.Mlp:
 def _decoder(c: ConfigReader, layers: list[spec.Layer], n: spec.Norm, **changes: object) -> spec.Model:
     if c.flag("use_bidirectional_attention", default=False):
         raise c.invalid_value(
-            "use_bidirectional_attention", "false: text is made by seeing what came before", True
+            "use_bidirectional_attention", "false: only causal attention is supported", True
         )
     embed = spec.Embed(scale=c.size("hidden_size") ** 0.5)
     return decoder(c, layers, final_norm=n, tied=True, embed=embed, requires_bos=True, **changes)

@@ -1,8 +1,8 @@
 """Translates a GGUF file's metadata to the config.json that its model would have, for the same families.
 
-Numbers, names and token ids are translated, and what llama.cpp hard-codes for an architecture and leaves out
-of the file (Gemma's windows and softcaps) is added. The two facts that only tensors tell, the biases there
-are and the RoPE factors, are arguments.
+It translates numbers, names and token ids, and adds what llama.cpp hard-codes for an architecture and leaves
+out of the file (Gemma's windows and softcaps). Two facts are in no metadata and are arguments: which biases
+exist, and the RoPE factors, which are tensors.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end
 
 NON_MODEL_TYPES = {
     "adapter": "an adapter for one",
-    "imatrix": "what was measured of one",
+    "imatrix": "an importance matrix for one",
     "mmproj": "the vision or audio part of one",
 }
-"""By `general.type`, files that are not models and what they are."""
+"""Values of `general.type` of files that are not models, and what such a file is."""
 
 CONTROL_TOKEN_TYPE = 3
 
 NO_TOKEN_ID = 2**32 - 1
-"""-1 as an unsigned number: converters write it for a token that does not exist."""
+"""-1 as an unsigned number, which converters write for a token that does not exist."""
 
 
 def config_from_metadata(
@@ -46,7 +46,9 @@ def config_from_metadata(
     """
     other_kind = NON_MODEL_TYPES.get(str(metadata.get("general.type")))
     if other_kind is not None:
-        raise ConfigError(f"{source} is no model but {other_kind} (general.type). Name the model's own file.")
+        raise ConfigError(
+            f"{source} is not a model but {other_kind} (general.type). Give the model's own file."
+        )
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise UnknownArchitecture(
@@ -116,7 +118,7 @@ class GgufConfigReader:
         hidden, heads = self.size("embedding_length"), self.size("attention.head_count")
         if hidden % heads:
             raise self.invalid_value(
-                "attention.key_length", f"there: {heads} heads cannot share {hidden}", None
+                "attention.key_length", f"present: {heads} heads cannot share {hidden} evenly", None
             )
         return hidden // heads
 
@@ -271,9 +273,9 @@ def _qwen3moe(k: GgufConfigReader) -> dict[str, Any]:
     }
 
 
-def _query_pre_attn_scalar(k: GgufConfigReader, layers_of_largest: int) -> float:
-    """The head dimension, in the largest model hidden size / heads; scores are divided by its square root."""
-    if k.size("block_count") == layers_of_largest:
+def _query_pre_attn_scalar(k: GgufConfigReader, largest_num_layers: int) -> float:
+    """The head dimension; hidden size / heads in the family's largest model, known by its layer count."""
+    if k.size("block_count") == largest_num_layers:
         return k.size("embedding_length") // k.size("attention.head_count")
     return k.head_dim
 
@@ -323,4 +325,4 @@ ARCHITECTURES: dict[str, Callable[[GgufConfigReader], dict[str, Any]]] = {
     "qwen3": lambda _: {"architectures": ["Qwen3ForCausalLM"]},
     "qwen3moe": _qwen3moe,
 }
-"""By architecture in GGUF, a function for the keys of config.json that are its own."""
+"""For each `general.architecture`, a function that gives the keys of config.json specific to it."""

@@ -71,5 +71,5 @@ def _gpt(c: ConfigReader, kv_heads: int, *, transposed: bool) -> spec.Model:
     scale_by_layer = c.flag("scale_attn_by_inverse_layer_idx", default=False)
     scales = [attn.scale / (i + 1 if scale_by_layer else 1) for i in range(c.num_layers())]
     layers = [spec.Layer(replace(attn, scale=scale), block, n, n) for scale in scales]
-    embed = spec.Embed(positions=max_positions(c))
+    embed = spec.Embed(learned_positions=max_positions(c))
     return decoder(c, layers, final_norm=n, tied=True, names=names, embed=embed)

@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and the families that differ from Llama in a name, a window or a multiplier."""
+"""Llama 1 to 3, and the families that differ from Llama in tensor names, norms, windows or multipliers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,26 @@ import math
 from dataclasses import replace
 
 from .. import spec
-from ..spec.tensor_names import LAYER_PREFIX, TensorLocation, TensorNames
-from .common import attention, decoder, layer_windows, map_layers, mlp, norm
+from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames
+from .common import (
+    attention,
+    decoder,
+    fused_gate_up,
+    interleaved_qkv,
+    layer_windows,
+    map_layers,
+    mlp,
+    norm,
+)
 from .config_reader import ConfigReader
+from .rope import rope
+
+INTERNLM2_KEY_RENAMES = (
+    KeyRename("output.", "lm_head.", prefix_only=True),
+    KeyRename("model.tok_embeddings.", "model.embed_tokens.", prefix_only=True),
+    KeyRename(".attention.", ".self_attn."),
+    KeyRename(".wo.", ".o_proj."),
+)
 
 
 def llama(c: ConfigReader) -> spec.Model:
@@ -53,7 +70,7 @@ def minicpm(c: ConfigReader) -> spec.Model:
 
 
 def smollm3(c: ConfigReader) -> spec.Model:
-    """Llama in which every so many layers have no RoPE (NoPE)."""
+    """Llama in which every fourth layer, or those that `no_rope_layers` lists, have no RoPE (NoPE)."""
     depth, model = c.num_layers(), llama(c.with_defaults(rope_theta=2e6))
     model = replace(
         model, head=replace(model.head, tied=c.top_level_flag("tie_word_embeddings", default=True))
@@ -84,4 +101,37 @@ def olmo2(c: ConfigReader) -> spec.Model:
         mlp_post=TensorLocation(LAYER_PREFIX + "post_feedforward_layernorm"),
     )
     layer = spec.Layer(attn, mlp(c), None, None, attn_post=n, mlp_post=n)
+    return decoder(c, [layer] * c.num_layers(), names=names)
+
+
+def internlm2(c: ConfigReader) -> spec.Model:
+    """Llama with other tensor names, q, k, v interleaved by KV head, and attention biases if `bias`."""
+    bias = c.flag("bias", default=False)
+    attn = attention(c, qkv_bias=bias, out_bias=bias)
+    names = TensorNames(key_renames=INTERNLM2_KEY_RENAMES).with_locations(
+        attn_norm=TensorLocation(LAYER_PREFIX + "attention_norm"),
+        mlp_norm=TensorLocation(LAYER_PREFIX + "ffn_norm"),
+        mlp__gate=TensorLocation(LAYER_PREFIX + "feed_forward.w1"),
+        mlp__up=TensorLocation(LAYER_PREFIX + "feed_forward.w3"),
+        mlp__down=TensorLocation(LAYER_PREFIX + "feed_forward.w2"),
+        **interleaved_qkv(attn, "self_attn.wqkv"),
+    )
+    return replace(map_layers(llama(c), lambda _, layer: replace(layer, attn=attn)), names=names)
+
+
+def glm4(c: ConfigReader) -> spec.Model:
+    """Norms before and after attention and MLP; RoPE on half of each head, in interleaved pairs."""
+    c = c.with_defaults(rms_norm_eps=1.5625e-7)
+    n = norm(c)
+    bias = c.flag("attention_bias", default=True)
+    attn = attention(c, qkv_bias=bias, out_bias=False)
+    attn = replace(attn, rope=rope(c, attn.head_dim, style="gptj", rotary_fraction=0.5))
+    block = mlp(c)
+    names = TensorNames().with_locations(
+        attn_post=TensorLocation(LAYER_PREFIX + "post_self_attn_layernorm"),
+        mlp_norm=TensorLocation(LAYER_PREFIX + "post_attention_layernorm"),
+        mlp_post=TensorLocation(LAYER_PREFIX + "post_mlp_layernorm"),
+        **fused_gate_up(block.width),
+    )
+    layer = spec.Layer(attn, block, n, n, attn_post=n, mlp_post=n)
     return decoder(c, [layer] * c.num_layers(), names=names)

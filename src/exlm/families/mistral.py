@@ -1,4 +1,4 @@
-"""Mistral, Mixtral and the language model of Pixtral: Llama with sliding windows and, in Mixtral, experts."""
+"""Mistral and its derivatives: Mixtral (experts), Pixtral's language model, Phi-3 and 4 (fused tensors)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from dataclasses import replace
 
 from .. import spec
 from ..spec.tensor_names import LAYER_PREFIX, TensorLocation, TensorNames
-from .common import LANGUAGE_MODEL_PREFIXES, layer_windows, map_layers, moe, stacked_experts, with_windows
+from .common import (
+    LANGUAGE_MODEL_PREFIXES,
+    fused_gate_up,
+    fused_qkv,
+    layer_windows,
+    map_layers,
+    moe,
+    stacked_experts,
+    with_windows,
+)
 from .config_reader import ConfigReader
 from .llama import llama
 
@@ -61,11 +70,22 @@ def pixtral(c: ConfigReader) -> spec.Model:
     tower = c.text("vision_config.model_type", default=None)
     if tower != "pixtral":
         raise c.invalid_value(
-            "vision_config.model_type", '"pixtral" (the only tower known for this architecture)', tower
+            "vision_config.model_type",
+            '"pixtral" (the only vision encoder known for this architecture)',
+            tower,
         )
     kind = c.text("text_config.model_type", default="mistral")
     if kind not in {"mistral", "llama"}:
         raise c.invalid_value("text_config.model_type", '"mistral" or "llama"', kind)
     defaults = LLAMA_DEFAULTS if kind == "llama" else MISTRAL_DEFAULTS
-    nested = c.with_missing_keys(defaults) if c.table("text_config") else c
+    nested = c.with_missing_keys(defaults) if c.nested("text_config") else c
     return replace(mistral(nested), names=TensorNames(key_renames=LANGUAGE_MODEL_PREFIXES))
+
+
+def phi3(c: ConfigReader) -> spec.Model:
+    """Mistral whose files may fuse q, k, v and gate, up; LongRoPE for long contexts."""
+    model = mistral(c.with_defaults(rms_norm_eps=1e-5))
+    names = TensorNames().with_locations(
+        **fused_qkv(model.layers[0].attn, "self_attn.qkv_proj"), **fused_gate_up(model.layers[0].mlp.width)
+    )
+    return replace(model, names=names)

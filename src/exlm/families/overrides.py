@@ -36,10 +36,10 @@ def primary_rope(model: spec.Model) -> spec.Rope | None:
 
 def apply_overrides(model: spec.Model, overrides: Overrides) -> spec.Model:
     """The model with the overrides applied; InputError if one is impossible."""
-    if model.embed.positions and overrides.max_seq_len > model.embed.positions:
+    if (limit := model.embed.learned_positions) and overrides.max_seq_len > limit:
         raise InputError(
-            f"max_seq_len {overrides.max_seq_len} exceeds the {model.embed.positions} learned positions "
-            f"of the model, which cannot be stretched. Use at most {model.embed.positions}."
+            f"max_seq_len {overrides.max_seq_len} exceeds the {limit} learned positions of the model, "
+            f"which cannot be stretched. Use at most {limit}."
         )
     old = primary_rope(model)
     new = None if old is None else _override_rope(old, model, overrides)
@@ -81,8 +81,8 @@ def _override_rope(rope: spec.Rope, model: spec.Model, overrides: Overrides) -> 
         rope,
         theta=theta,
         scaling=scaling,
-        alpha=overrides.scale_alpha,
-        divisor=float(overrides.scale_pos_emb),
+        ntk_alpha=overrides.scale_alpha,
+        linear_factor=float(overrides.scale_pos_emb),
     )
 
 

@@ -1,4 +1,4 @@
-"""Qwen: Llama with biased or normalised queries and keys, dense or sparse, alone or beside a vision tower."""
+"""Qwen 2, 3, 3 MoE and the language model of 2-VL: Llama with biased or normalised queries and keys."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def qwen3(c: ConfigReader) -> spec.Model:
 
 
 def qwen3_moe(c: ConfigReader) -> spec.Model:
-    """Qwen3 with experts in the layers the file names, plain MLPs in the others."""
+    """Qwen3 with experts in every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     depth = c.num_layers()
-    dense_only = c.get("mlp_only_layers") or []
-    if not isinstance(dense_only, list):
-        raise c.invalid_value("mlp_only_layers", "a list of layers", dense_only)
+    dense_layers = c.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list):
+        raise c.invalid_value("mlp_only_layers", "a list of layers", dense_layers)
     step = c.size("decoder_sparse_step", default=1)
     attn = attention(c, qk_norm=spec.QkNorm(norm(c)))
     experts = moe(
@@ -57,8 +57,8 @@ def qwen3_moe(c: ConfigReader) -> spec.Model:
     )
 
     def change(i: int, layer: spec.Layer) -> spec.Layer:
-        sparse = i not in dense_only and (i + 1) % step == 0
-        return replace(layer, attn=attn, mlp=experts if sparse else mlp(c))
+        is_moe = i not in dense_layers and (i + 1) % step == 0
+        return replace(layer, attn=attn, mlp=experts if is_moe else mlp(c))
 
     model = map_layers(llama(c), change)
     names = TensorNames().with_locations(**stacked_experts(EXPERT_LOCATIONS, experts.width, model.hidden))
@@ -68,7 +68,7 @@ def qwen3_moe(c: ConfigReader) -> spec.Model:
 
 
 def qwen2_vl(c: ConfigReader) -> spec.Model:
-    """The language half of Qwen2-VL and 2.5-VL: Qwen2 with positions in three planes."""
+    """The language model of Qwen2-VL and 2.5-VL: Qwen2 with M-RoPE."""
     rename = (
         KeyRename("model.language_model.", "model.", prefix_only=True),
         KeyRename("model.visual.", "visual.", prefix_only=True),

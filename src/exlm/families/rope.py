@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .. import spec
-from .config_reader import MAX_SIZE, ConfigReader, is_real
+from .config_reader import MAX_SIZE, ConfigReader, is_finite_number
 
 UNSCALED_TYPES = {"default", "none", "mrope"}
 
-KEYS_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor", "mrope_section")
+SCALING_INDEPENDENT_KEYS = ("rope_theta", "partial_rotary_factor", "mrope_section")
 """Keys of `rope_parameters` that are independent of the scaling method."""
 
-MIN_BETA = 1e-9
-"""The least beta of YaRN, which divides the original length by it: a smaller one would give infinity."""
+MIN_YARN_BETA = 1e-9
+"""YaRN divides the original length by beta; a smaller beta would give infinity."""
 
 SLIDING_ATTENTION = "sliding_attention"
 """The name of windowed layers in `layer_types` and RoPE settings."""
@@ -29,26 +29,28 @@ def rope(
     theta: float = 10000.0,
     rotary_fraction: float = 1.0,
     layer_type: str | None = None,
-    base_key: str = "rope_theta",
+    theta_key: str = "rope_theta",
 ) -> spec.Rope:
     """The RoPE of one layer type; `theta` and `rotary_fraction` are the family's defaults.
 
-    `base_key` is the key of this layer type's base in files without a table for each type.
+    `theta_key` is the key of this layer type's theta in files without a table for each type.
     """
     p = RopeParameters(c, layer_type)
     fraction = p.real("partial_rotary_factor", rotary_fraction)
     dim = int(head_dim * fraction)
     if not 0 < dim <= head_dim or dim % 2:
         raise c.inconsistent(
-            f"partial_rotary_factor {fraction} turns {dim} of {head_dim} dimensions; it must be even"
+            f"partial_rotary_factor {fraction} rotates {dim} of {head_dim} dimensions; it must be even"
         )
     sections = p.integer_list("mrope_section")
     if sections and (len(sections) != 3 or sum(sections) * 2 != dim):
         raise c.inconsistent(f"mrope_section {list(sections)} must be three numbers that sum to {dim // 2}")
-    base = p.theta(c.positive(base_key, "attn_config.rope_theta", default=theta))
+    base = p.theta(c.positive(theta_key, "attn_config.rope_theta", default=theta))
     method = rope_scaling(p, dim)
     if isinstance(method, spec.YarnScaling) and base == 1:
-        raise c.invalid_value("rope_theta", "another number than 1, at which all dimensions turn alike", base)
+        raise c.invalid_value(
+            "rope_theta", "a number other than 1 with YaRN: at 1 all dimensions rotate equally", base
+        )
     return spec.Rope(theta=base, dim=dim, style=style, scaling=method, mrope_sections=sections)
 
 
@@ -77,8 +79,8 @@ class RopeParameters:
 
     def __init__(self, c: ConfigReader, layer_type: str | None) -> None:
         self.config = c
-        rope_parameters: Mapping[str, Any] = c.table("rope_parameters")
-        rope_scaling: Mapping[str, Any] = c.table("rope_scaling")
+        rope_parameters: Mapping[str, Any] = c.nested("rope_parameters")
+        rope_scaling: Mapping[str, Any] = c.nested("rope_scaling")
         nested = layer_type is not None and any(isinstance(v, Mapping) for v in rope_parameters.values())
         # A single table is that of the layers with full attention.
         if layer_type == SLIDING_ATTENTION:
@@ -106,7 +108,7 @@ class RopeParameters:
 
     @property
     def original_max_positions(self) -> int:
-        """The length before context extension; Phi-3 stores it beside the RoPE settings, not inside."""
+        """The length before context extension; Phi-3 stores it at the top level of config.json."""
         key = "original_max_position_embeddings"
         value = self.config.get(key) or self.get(key)
         if value is None:
@@ -133,7 +135,7 @@ class RopeParameters:
         value = self.table.get(key)
         if value is None:
             return self.config.real(key, default=default)
-        if not is_real(value):
+        if not is_finite_number(value):
             raise self.config.invalid_value(key, "a finite number", value)
         return float(value)
 
@@ -169,13 +171,13 @@ class RopeParameters:
 def _merge_tables(rope_parameters: Mapping[str, Any], rope_scaling: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` and `rope_scaling` merged.
 
-    Who writes a `rope_scaling` into a file that has the newer table, as the pages of models tell one to for
-    long texts, means it: its method takes the place of the other.
+    A file with both was edited by its user, as model cards recommend for long texts: the method of
+    `rope_scaling` replaces that of `rope_parameters`.
     """
     kind = rope_scaling.get("rope_type") or rope_scaling.get("type")
     if kind is None:
         return {**rope_scaling, **rope_parameters}
-    kept = {key: rope_parameters[key] for key in KEYS_BESIDE_SCALING if key in rope_parameters}
+    kept = {key: rope_parameters[key] for key in SCALING_INDEPENDENT_KEYS if key in rope_parameters}
     return {**kept, **rope_scaling, "rope_type": kind}
 
 
@@ -204,11 +206,11 @@ def _yarn(p: RopeParameters) -> spec.YarnScaling:
     )
     attention_factor = p.real("attention_factor", None)
     if attention_factor is None:
-        mscale_over, mscale_under = p.real("mscale", None), p.real("mscale_all_dim", None)
+        numerator, denominator = p.real("mscale", None), p.real("mscale_all_dim", None)
         mscale = spec.YarnScaling.mscale
         attention_factor = (
-            mscale(factor, mscale_over) / mscale(factor, mscale_under)
-            if mscale_over and mscale_under
+            mscale(factor, numerator) / mscale(factor, denominator)
+            if numerator and denominator
             else mscale(factor)
         )
     return spec.YarnScaling(
@@ -224,8 +226,8 @@ def _yarn(p: RopeParameters) -> spec.YarnScaling:
 def _yarn_beta(p: RopeParameters, key: str, default: float) -> float:
     """YaRN's beta_fast or beta_slow: rotations within the original length."""
     found: float = p.real(key, None) or default
-    if found < MIN_BETA:
-        raise p.config.invalid_value(key, f"a number above {MIN_BETA:g}", found)
+    if found < MIN_YARN_BETA:
+        raise p.config.invalid_value(key, f"a number above {MIN_YARN_BETA:g}", found)
     return found
 
 

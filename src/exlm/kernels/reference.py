@@ -76,7 +76,7 @@ class AddNorm:
 def frequencies(rope: spec.Rope, length: int) -> tuple[Tensor, float]:
     """(dim / 2,) angles for one position step, and the factor on sin and cos, for the configured length."""
     theta, dim, method = rope.theta, rope.dim, rope.scaling
-    theta *= rope.alpha ** (dim / (dim - 2)) if dim > 2 else 1.0
+    theta *= rope.ntk_alpha ** (dim / (dim - 2)) if dim > 2 else 1.0
     if isinstance(method, spec.DynamicNtkScaling) and length > method.original_max_positions and dim > 2:
         theta *= (method.factor * length / method.original_max_positions - (method.factor - 1)) ** (
             dim / (dim - 2)
@@ -94,7 +94,7 @@ def frequencies(rope: spec.Rope, length: int) -> tuple[Tensor, float]:
         case spec.LongRopeScaling():
             chosen = method.long_factors if length > method.original_max_positions else method.short_factors
             inv_freq, magnitude = 1.0 / (torch.tensor(chosen) * theta**exponents), method.attention_factor
-    return inv_freq / rope.divisor, magnitude
+    return inv_freq / rope.linear_factor, magnitude
 
 
 class RotaryEmbedding:

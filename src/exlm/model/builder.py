@@ -170,7 +170,7 @@ class Builder:
         m, backends = self.model, self.backends_for("embed")
         weight = self.embedding_weight()
         lookup = backends.bind("embed", weight.describe(), lambda backend: backend.embedding(weight))
-        rows = m.embed.positions
+        rows = m.embed.learned_positions
         positions = None
         if rows:
             shape = (rows, m.hidden)
@@ -273,8 +273,8 @@ class Builder:
     def attention(self, prefix: str, attn: spec.Attention) -> Attention:
         """Projections, QK norm, RoPE and attention kernel of one layer."""
         qkv: Qkv = QkvProjection(*(self.linear(f"{prefix}attn.{part}") for part in "qkv"))
-        if attn.clip is not None:
-            qkv = ClampedQkv(qkv, attn.clip)
+        if attn.qkv_clip is not None:
+            qkv = ClampedQkv(qkv, attn.qkv_clip)
         backends = self.backends_for(prefix)
         rope = self.rope(backends, attn.rope)
         attend = backends.bind(

@@ -135,7 +135,7 @@ def estimate_modules(
     parts = [
         ModuleMemory(
             "embedding",
-            table_bytes + m.embed.positions * m.hidden * item_bytes,
+            table_bytes + m.embed.learned_positions * m.hidden * item_bytes,
             workspace=tokens * m.hidden * 4,
         )
     ]

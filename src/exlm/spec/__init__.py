@@ -1,7 +1,7 @@
-"""Describes a model as frozen data: its layers, positions, weights by role, and the names files give them.
+"""Describes a model as frozen data: layers, rotary positions, weights by role, and their names in files.
 
-Functions in `families` make a `Model` from a config.json; everything that builds, reads or runs a model takes
-it. It imports only the standard library, so every package may import it; checkpoint uses only
+Functions in `families` make a `Model` from a config.json; the code that builds, reads or runs a model takes
+it. This package imports only the standard library, and every package may import it; checkpoint uses only
 `tensor_names`.
 """
 

@@ -1,4 +1,4 @@
-"""One decoder layer and its parts. A family's quirk is a value here, decided before the model runs."""
+"""One decoder layer and its parts, as frozen data: what differs between families is a field here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class QkNorm:
 
     norm: Norm
     scope: Literal["head", "all"] = "head"  # each head alone, or all heads of a token together
-    per_head: bool = False  # the file keeps one weight row for each head
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Attention:
     qk_norm: QkNorm | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    clip: float | None = None  # q, k and v are clamped to ±clip
+    qkv_clip: float | None = None  # q, k and v are clamped to ±qkv_clip
 
 
 @dataclass(frozen=True)

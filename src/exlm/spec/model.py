@@ -13,7 +13,7 @@ class Embed:
     """Token ids → hidden states."""
 
     scale: float = 1.0
-    positions: int = 0  # rows of a learned position table; 0: none
+    learned_positions: int = 0  # rows of a learned position table; 0: none
 
 
 @dataclass(frozen=True)

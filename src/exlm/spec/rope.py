@@ -80,7 +80,7 @@ class Rope:
     dim: int  # leading dimensions of a head that are rotated
     style: Literal["neox", "gptj"] = "neox"  # pairs (i, i + dim/2), or (2i, 2i + 1)
     scaling: RopeScaling | None = None
-    alpha: float = 1.0  # the user's NTK factor on theta
-    divisor: float = 1.0  # the user's linear factor on positions; replaces the file's linear scaling
+    ntk_alpha: float = 1.0  # the user's NTK factor on theta
+    linear_factor: float = 1.0  # the user's linear factor on positions; replaces the file's linear scaling
     # M-RoPE: frequencies for each position plane (time, height, width); () means one plane.
     mrope_sections: tuple[int, ...] = ()

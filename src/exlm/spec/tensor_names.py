@@ -98,10 +98,10 @@ class TensorNames:
         for known_role, candidates in self.locations:
             if known_role == pattern:
                 return tuple(location.for_expert(layer, expert) for location in candidates)
-        raise KeyError(f"no place is defined for the role {role!r}")
+        raise KeyError(f"no tensor name is defined for the role {role!r}")
 
     def with_locations(self, **changes: TensorLocation | tuple[TensorLocation, ...]) -> TensorNames:
-        """These names with some roles elsewhere; `__` in a keyword stands for the role's dot."""
+        """These names with other locations for some roles; `__` in a keyword stands for the role's dot."""
         table = dict(self.locations)
         for role, found in changes.items():
             table[role.replace("__", ".")] = found if isinstance(found, tuple) else (found,)

@@ -19,7 +19,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(model: Model) -> Iterator[Matrix]:
-    """All of them in the order they are used, the head last; the embedding table is not one."""
+    """In the order of use, the head last; without the embedding table, which is looked up, not multiplied."""
     for i, layer in enumerate(model.layers):
         yield from _attention(f"layers.{i}.attn.", model.hidden, layer.attn)
         if isinstance(layer.mlp, Moe):
