@@ -175,7 +175,7 @@ def compile_ahead(kernels: Kernels) -> None:
     major, minor = torch.cuda.get_device_capability(kernels.device)
     wanted = set()
     for heads, cache in product(SHAPES.values(), CACHES):
-        pages = layer(cache, 1, heads[1], kernels.device).paged
+        pages = layer(cache, 1, heads[1], kernels.device).kv_pages
         for plan, columns in product(plans(cache), (1, 2)):
             chosen = cuda.choices(kernels.attn(heads), pages, plan, columns, False)
             if columns == 1 or 5 * heads[0] > 8 * heads[1]:

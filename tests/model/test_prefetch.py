@@ -54,7 +54,7 @@ def test_any_order_gives_every_weight_once(order: list[str]) -> None:
 
 
 def test_without_threads_the_caller_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exlm.model.builder.readers", lambda total: 0)
+    monkeypatch.setattr("exlm.model.builder.num_reader_threads", lambda total: 0)
     shelf, before = WeightStore(broken=ROLES[2]), threading.active_count()
     with make_prefetcher(shelf) as ahead:
         assert not shelf.read_roles

@@ -12,12 +12,20 @@ from torch import Tensor
 
 from exlm import spec
 from exlm.formats import DenseWeight
-from exlm.kernels import interface as b
+from exlm.kernels.interface import (
+    AddNormFn,
+    AttnMetadata,
+    FusedDecoder,
+    FusedLayer,
+    FusedLinear,
+    LayerKVCache,
+    no_rope,
+)
 from exlm.kernels.reference import ReferenceBackend
 from exlm.nn import Attention, Batch, Block, GatedMlp, Linear, LoraRef, ParallelBlock, QkvProjection
 from exlm.nn.attention import no_qk_norm
 from exlm.nn.block import BlockLike
-from exlm.nn.fused import FusedBlock, FusedMlp, fuse_decoder
+from exlm.nn.fused import FusedBlock, FusedMlp, fuse_block_stack
 
 REFERENCE = ReferenceBackend(torch.device("cpu"), torch.float32)
 HIDDEN, WIDTH = 32, 40
@@ -39,7 +47,7 @@ class CountingLinear(Linear):
         return super().forward(x, batch)
 
 
-class SeparateMatrices(b.FusedLinear):
+class SeparateMatrices(FusedLinear):
     """Several matrices as one product; fails when called fused."""
 
     def __init__(self, *parts: CountingLinear) -> None:
@@ -57,7 +65,7 @@ class SeparateMatrices(b.FusedLinear):
         return list((x @ self.merged_weight.T).split_with_sizes(self.sizes, -1))
 
 
-class SeparateCalls(b.FusedLinear):
+class SeparateCalls(FusedLinear):
     """Matrices whose raw products are their own calls, as the CPU's are; fails when called fused."""
 
     def __init__(self, *parts: CountingLinear) -> None:
@@ -73,14 +81,14 @@ class SeparateCalls(b.FusedLinear):
 class LastKV:
     """A cache that keeps the last call's keys and values."""
 
-    paged = None
+    kv_pages = None
 
-    def update(self, k: Tensor, v: Tensor, metadata: b.AttnMetadata) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         self.k, self.v = k, v
         return k, v
 
 
-def add_norm() -> b.AddNormFn:
+def add_norm() -> AddNormFn:
     return REFERENCE.add_norm(NORM, torch.rand(HIDDEN), None)
 
 
@@ -92,7 +100,7 @@ class CountingLayer:
         self.q, self.k, self.v = (CountingLinear(HIDDEN, heads * 8) for heads in (4, 2, 2))
         self.o, self.down = CountingLinear(32, HIDDEN), CountingLinear(WIDTH, HIDDEN)
         self.gate, self.up = CountingLinear(HIDDEN, WIDTH), CountingLinear(HIDDEN, WIDTH)
-        attend = REFERENCE.attention(ATTN, b.no_rope)
+        attend = REFERENCE.attention(ATTN, no_rope)
         attn = Attention(8, QkvProjection(self.q, self.k, self.v), no_qk_norm, attend, self.o)
         mlp = GatedMlp(REFERENCE.gated("silu"), self.gate, self.up, self.down)
         identity = lambda x: x  # noqa: E731
@@ -148,12 +156,12 @@ def test_attention_alone_is_fused_where_the_mlp_cannot_be() -> None:
     layer.block.attn_norm = REFERENCE.add_norm(NORM, weight, None)
     norm = REFERENCE.norm(NORM, weight, None)
 
-    class FusedQkv(b.FusedLinear):
+    class FusedQkv(FusedLinear):
         def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
             assert residual is None
             return [norm(x) @ one.weight.T for one in (layer.q, layer.k, layer.v)]
 
-    class FusedOutput(b.FusedLinear):
+    class FusedOutput(FusedLinear):
         def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
             assert residual is not None
             return [x @ layer.o.weight.T + residual]
@@ -192,21 +200,21 @@ def test_fill_kv_computes_attention_inputs_only(shape: str) -> None:
     ]
 
 
-class AddOne(b.FusedLayer):
+class AddOne(FusedLayer):
     """A fused layer that adds 1, and with others as one if `fuses`."""
 
     def __init__(self, fuses: bool = True) -> None:
         self.fuses = fuses
 
-    def __call__(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
+    def __call__(self, x: Tensor, kv: LayerKVCache, metadata: AttnMetadata) -> Tensor:
         return x + 1
 
-    def fuse_decoder(self, following: Sequence[b.FusedLayer]) -> b.FusedDecoder | None:
+    def fuse_decoder(self, following: Sequence[FusedLayer]) -> FusedDecoder | None:
         count = 1 + len(following)
         return (lambda x, layers, metadata: x + count) if self.fuses else None
 
 
-def fused_block(fused_layer: b.FusedLayer | None) -> FusedBlock:
+def fused_block(fused_layer: FusedLayer | None) -> FusedBlock:
     layer = CountingLayer(False)
     linear = SeparateCalls(layer.q)
     block = FusedBlock(layer.block, linear, linear, FusedMlp(linear, linear), MAX_FUSED_TOKENS)
@@ -215,16 +223,16 @@ def fused_block(fused_layer: b.FusedLayer | None) -> FusedBlock:
     return block
 
 
-class NotFusable(b.FusedLayer):
+class NotFusable(FusedLayer):
     """A fused layer with the default `fuse_decoder`."""
 
-    def __call__(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
+    def __call__(self, x: Tensor, kv: LayerKVCache, metadata: AttnMetadata) -> Tensor:
         return x
 
 
 def test_blocks_are_one_if_all_are_fused() -> None:
     fusable = [fused_block(AddOne()) for _ in range(3)]
-    decoder = fuse_decoder(fusable)
+    decoder = fuse_block_stack(fusable)
     assert decoder is not None
     x = torch.randn(2, 2, HIDDEN)
     got = decoder.forward(x, batch(2), [LastKV()] * 3)
@@ -232,11 +240,11 @@ def test_blocks_are_one_if_all_are_fused() -> None:
     assert torch.equal(got, x + 3)
     others: list[list[BlockLike]] = [[], [*fusable, fusable[0].block], [*fusable, fused_block(None)]]
     others += [[fused_block(NotFusable()), *fusable], [fused_block(AddOne(fuses=False)), *fusable]]
-    assert [fuse_decoder(blocks) for blocks in others] == [None] * 5
+    assert [fuse_block_stack(blocks) for blocks in others] == [None] * 5
 
 
 @pytest.mark.parametrize("other", [batch(6), replace(batch(2), outputs="none"), batch(2, [(), ()])])
 def test_a_fused_decoder_declines_other_batches(other: Batch) -> None:
-    decoder = fuse_decoder([fused_block(AddOne())] * 3)
+    decoder = fuse_block_stack([fused_block(AddOne())] * 3)
     assert decoder is not None
     assert decoder.forward(torch.randn(2, 2, HIDDEN), other, [LastKV()] * 3) is None

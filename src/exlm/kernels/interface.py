@@ -111,7 +111,7 @@ class LayerKVCache(Protocol):
     """The keys and values of one layer."""
 
     @property
-    def paged(self) -> KVPages | None:
+    def kv_pages(self) -> KVPages | None:
         """The pages, for kernels that read them in place; None if the layer has no such pages."""
         ...
 

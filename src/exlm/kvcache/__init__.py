@@ -1,15 +1,16 @@
 """The KV cache: keys and values of all layers in pages on the devices, as floats or quantised.
 
-A cache takes a model\'s layer shapes and devices, gives each layer\'s pages to attention kernels, and copies
+A cache takes a model's layer shapes and devices, gives each layer's pages to attention kernels, and copies
 pages for the generator, which decides whose page is whose. `model`, `generator`, `parallel` and `legacy`
 import it.
 """
+
+from collections.abc import Mapping
 
 from .base import CacheBase, CacheReplicator
 from .dense import Cache, CacheFP16, DenseLayer, NoCache
 from .layer import PAGE_SIZE, CacheLayer, LayerShape
 from .quantized import CacheFP8, CacheQ4, CacheQ6, CacheQ8, QuantizedLayer
-from .registry import CACHES
 
 __all__ = [
     "CACHES",
@@ -28,3 +29,12 @@ __all__ = [
     "NoCache",
     "QuantizedLayer",
 ]
+
+CACHES: Mapping[str, type[CacheBase]] = {
+    "fp16": CacheFP16,
+    "q8": CacheQ8,
+    "q6": CacheQ6,
+    "q4": CacheQ4,
+    "fp8": CacheFP8,
+}
+"""Values of `cache_type` and `--cache`."""

@@ -1,8 +1,8 @@
 """`CacheBase`, the public cache: its geometry, its tensors once devices are known, and moving of tokens.
 
-A contiguous cache is a paged one with an identity page table: row `b` has the pages from b · width on. So
-`Model.forward(ids, cache)` and a generator with a page table share one attention path. Subclasses decide how
-numbers are stored.
+A contiguous cache is a paged one with an identity page table: the pages of row i start at page
+i · pages_per_row. So `Model.forward(ids, cache)` and a generator with a page table share one attention path.
+Subclasses decide how numbers are stored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class CacheReplicator(Protocol):
         """The cache was allocated."""
         ...
 
-    def replicate_clone(self, cache: CacheBase, twin: CacheBase) -> None:
-        """`twin` was cloned from the cache."""
+    def replicate_clone(self, cache: CacheBase, clone: CacheBase) -> None:
+        """`clone` was cloned from `cache`."""
         ...
 
     def replicate_call(
@@ -78,8 +78,8 @@ class LayerViews(list[Tensor]):
     def __setitem__(self, index: Any, value: Any) -> None:
         """Copy a tensor into the layer's; or several, for a slice."""
         if isinstance(index, slice):
-            for one, tensor in zip(range(*index.indices(len(self))), value, strict=True):
-                self[one] = tensor
+            for layer, tensor in zip(range(*index.indices(len(self))), value, strict=True):
+                self[layer] = tensor
             return
         view = self[index]
         fits = isinstance(value, Tensor) and value.dim() == view.dim() and value.shape[1] <= view.shape[1]
@@ -94,8 +94,8 @@ class LayerViews(list[Tensor]):
 class CacheBase(ABC):
     """Keys and values of `batch_size` rows of up to `max_seq_len` tokens.
 
-    Made before the model is loaded, it is allocated by `load_autosplit`, or,
-    unless `lazy`, when it is first used. `num_key_value_heads` and `fixed_device` are accepted for old
+    A cache that is made before its model is loaded is allocated by `load_autosplit` or, unless it is `lazy`,
+    when it is first used. `num_key_value_heads` and `fixed_device` are accepted for old
     scripts: the model decides both, and a contradicting value is an error.
     """
 
@@ -174,7 +174,7 @@ class CacheBase(ABC):
         """The type of the stored numbers."""
 
     def identity_page_table(self, rows: int, device: torch.device) -> Tensor:
-        """(rows, width) page table in which row b has consecutive pages of its own."""
+        """(rows, pages_per_row) page table in which each row has consecutive pages of its own."""
         return torch.arange(rows * self.pages_per_row, device=device).view(rows, self.pages_per_row)
 
     # Tensors
@@ -200,16 +200,15 @@ class CacheBase(ABC):
         """Allocate the tensors, each on its layer's device."""
         devices = self._layer_devices()
         self.last_writer = None  # the new tensors are empty
-        self.layer_shapes = tuple(
-            self.model.cache_shapes
-        )  # a reloaded model may have another number of heads in this process
+        # A model that was loaded again may have another number of heads in this process.
+        self.layer_shapes = tuple(self.model.cache_shapes)
         with torch.inference_mode(False):  # inference tensors could not be written to outside that mode
             self._layers = [
                 self._make_layer(shape, device)
                 for shape, device in zip(self.layer_shapes, devices, strict=True)
             ]
-        if (mirror := self.model.cache_replicator) is not None:
-            mirror.replicate_allocation(self)
+        if (replicator := self.model.cache_replicator) is not None:
+            replicator.replicate_allocation(self)
 
     def release(self) -> None:
         """Free the tensors; `allocate` makes new ones."""
@@ -300,15 +299,15 @@ class CacheBase(ABC):
 
     def clone(self) -> Self:
         """A deep copy; of a lazy cache that is not allocated, another such cache."""
-        twin = copy.copy(self)
-        twin._layers = None if self._layers is None else [layer.clone() for layer in self._layers]
-        if self.allocated and (mirror := self.model.cache_replicator) is not None:
-            mirror.replicate_clone(self, twin)
-        return twin
+        clone = copy.copy(self)
+        clone._layers = None if self._layers is None else [layer.clone() for layer in self._layers]
+        if self.allocated and (replicator := self.model.cache_replicator) is not None:
+            replicator.replicate_clone(self, clone)
+        return clone
 
-    def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
+    def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
         """Copy the first tokens of pages in all layers: (source, target, tokens), in this order."""
-        copies = list(orders)
+        copies = list(copies)
         for source, target, tokens in copies:
             if not (
                 0 <= source < self.num_pages and 0 <= target < self.num_pages and 0 <= tokens <= PAGE_SIZE
@@ -353,8 +352,8 @@ class CacheBase(ABC):
         self._replicate_call("copy_states", *columns, from_row, from_rows, to_row, to_rows, target=target)
 
     def _replicate_call(self, method: str, *values: object, target: CacheBase | None = None) -> None:
-        if (mirror := self.model.cache_replicator) is not None:
-            mirror.replicate_call(self, method, *values, target=target)
+        if (replicator := self.model.cache_replicator) is not None:
+            replicator.replicate_call(self, method, *values, target=target)
 
     def _check_copy(
         self,
@@ -432,6 +431,7 @@ def _parse_device(requested: int | str | torch.device) -> torch.device:
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether both are one device; "cuda" is "cuda:0"."""
     return (a.type, a.index or 0) == (b.type, b.index or 0)
 
 

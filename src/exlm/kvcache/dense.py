@@ -99,7 +99,7 @@ class CacheFP16(Cache):
 class NoCache:
     """A layer without a cache: attention over the new tokens only."""
 
-    paged = None
+    kv_pages = None
 
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Return the new heads unchanged."""

@@ -1,4 +1,4 @@
-"""`CacheLayer`, one layer's pages in any format, and the slots that new tokens are written to.
+"""`CacheLayer`: one layer's pages in any format, and the slots that new tokens are written to.
 
 `dense` and `quantized` implement it; the generator's page table decides which page belongs to which sequence.
 """
@@ -32,7 +32,7 @@ class LayerShape:
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Pages of zeros. On a CPU they take memory when tokens are written: few caches are ever full."""
+    """Pages of zeros. On a CPU a page takes no memory until it is written to: few caches are ever full."""
     size = math.prod(shape) * dtype.itemsize
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
@@ -61,15 +61,15 @@ class CacheLayer(ABC):
         self.page_size = page_size
         self.keys = keys
         self.values = values
-        self._paged: KVPages | None = None
+        self._kv_pages: KVPages | None = None
 
     @property
-    def paged(self) -> KVPages:
+    def kv_pages(self) -> KVPages:
         """The pages, for kernels that read and write them in place."""
-        found = self._paged
-        if found is None or found.keys is not self.keys or found.values is not self.values:
-            self._paged = found = KVPages(self.page_size, self.keys, self.values, self.kv_dtype)
-        return found
+        pages = self._kv_pages
+        if pages is None or pages.keys is not self.keys or pages.values is not self.values:
+            self._kv_pages = pages = KVPages(self.page_size, self.keys, self.values, self.kv_dtype)
+        return pages
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -101,10 +101,10 @@ class CacheLayer(ABC):
 
     def clone(self) -> Self:
         """A copy with tensors of its own."""
-        twin = copy.copy(self)
-        twin.keys = tuple(tensor.clone() for tensor in self.keys)
-        twin.values = tuple(tensor.clone() for tensor in self.values)
-        return twin
+        clone = copy.copy(self)
+        clone.keys = tuple(tensor.clone() for tensor in self.keys)
+        clone.values = tuple(tensor.clone() for tensor in self.values)
+        return clone
 
 
 def new_token_positions(metadata: AttnMetadata, tokens: int) -> Tensor:

@@ -75,7 +75,7 @@ class HadamardQuantizer:
 
 @dataclass(frozen=True)
 class TruncatedFP8:
-    """The upper byte of each float16 (FP8 E5M2), truncated."""
+    """FP8 E5M2: the upper byte of each float16, truncated rather than rounded."""
 
     kv_dtype: ClassVar[KVCacheDtype] = "fp8_e5m2"
 
@@ -119,31 +119,28 @@ class QuantizedLayer(CacheLayer):
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Quantise and write the new heads; return the dequantised past with the new heads as passed."""
         slots = slot_mapping(metadata, k.shape[1], self.page_size)
-        for stored, quantizer, new in (
-            (self.keys, self.key_quantizer, k),
-            (self.values, self.value_quantizer, v),
-        ):
+        keys = self.keys, self.key_quantizer, k
+        values = self.values, self.value_quantizer, v
+        for stored, quantizer, new in (keys, values):
             for tensor, part in zip(stored, quantizer.quantize(new.flatten(0, 1)), strict=True):
                 tensor.flatten(0, 1)[slots] = part
-        return self._dequantized(self.keys, self.key_quantizer, k, metadata), self._dequantized(
-            self.values, self.value_quantizer, v, metadata
-        )
+        return self._dequantized_with_new(*keys, metadata), self._dequantized_with_new(*values, metadata)
 
-    def _dequantized(
+    def _dequantized_with_new(
         self, stored: tuple[Tensor, ...], quantizer: KVQuantizer, new: Tensor, metadata: AttnMetadata
     ) -> Tensor:
+        """(rows, max_kv_len, kv_heads, head_dim): the dequantised past, then the new heads as passed."""
         rows, tokens, *head = new.shape
         max_past = metadata.max_kv_len - tokens  # of the longest row
         if max_past == 0:
             return new
         heads = new.new_empty(rows, metadata.max_kv_len, *head)
         heads[:, max_past:] = 0
-        pages_at_once = max(
-            1, MAX_DEQUANTIZED_NUMBERS // (rows * self.page_size * head[0] * head[1])
-        )  # pages of each row
-        for first in range(0, -(-max_past // self.page_size), pages_at_once):
-            start, stop = first * self.page_size, min(max_past, (first + pages_at_once) * self.page_size)
-            table = metadata.pages[:, first : first + pages_at_once].long()
+        # Pages of each row that are dequantised at a time.
+        chunk_pages = max(1, MAX_DEQUANTIZED_NUMBERS // (rows * self.page_size * head[0] * head[1]))
+        for first in range(0, -(-max_past // self.page_size), chunk_pages):
+            start, stop = first * self.page_size, min(max_past, (first + chunk_pages) * self.page_size)
+            table = metadata.pages[:, first : first + chunk_pages].long()
             pages = tuple(tensor[table].flatten(1, 2)[:, : stop - start] for tensor in stored)
             heads[:, start:stop] = quantizer.dequantize(pages)
         heads[torch.arange(rows, device=new.device)[:, None], new_token_positions(metadata, tokens)] = new

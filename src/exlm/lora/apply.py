@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import spec
-from ..kernels import interface as b
+from ..kernels.interface import LinearFn, MoeFn
 from ..kernels.reference import ReferenceBackend
 from ..nn import Batch, Embedding, Expert, Experts, Linear, LoraRef
 
@@ -83,7 +83,7 @@ class LoraEmbedding(Embedding):
         return x
 
 
-ExpertsKernelFactory = Callable[[list[b.LinearFn], list[b.LinearFn], list[b.LinearFn]], b.MoeFn]
+ExpertsKernelFactory = Callable[[list[LinearFn], list[LinearFn], list[LinearFn]], MoeFn]
 """The gate, up and down matrices of every expert → a kernel that runs them."""
 
 
@@ -117,9 +117,9 @@ class LoraExperts(Experts):
                 out[row] = kernel(x[row : row + 1], logits[row : row + 1])[0]
         return out
 
-    def _adapted_matrices(self, name: str, active: Iterable[LoraRef]) -> list[b.LinearFn]:
+    def _adapted_matrices(self, name: str, active: Iterable[LoraRef]) -> list[LinearFn]:
         """The gate, up or down matrix of every expert, with these adapters added."""
-        out: list[b.LinearFn] = []
+        out: list[LinearFn] = []
         for index, expert in enumerate(self.experts):
             linear: Linear = getattr(expert, name)
             found = [(self.lora_weights[adapter].get((index, name)), scale) for adapter, scale in active]
@@ -128,7 +128,7 @@ class LoraExperts(Experts):
         return out
 
 
-def _add_lora(kernel: b.LinearFn, weights: Iterable[tuple[LoraWeights, float]], x: Tensor) -> Tensor:
+def _add_lora(kernel: LinearFn, weights: Iterable[tuple[LoraWeights, float]], x: Tensor) -> Tensor:
     y = kernel(x)
     for one, scale in weights:
         y = y + one(x, scale)

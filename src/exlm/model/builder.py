@@ -1,4 +1,4 @@
-"""Build modules from a description, weight files and backends; families' quirks end here."""
+"""Build a decoder's modules from a `spec.Model`, weight files and backends; families' quirks end here."""
 
 from __future__ import annotations
 
@@ -21,9 +21,17 @@ from ..checkpoint import WeightSource
 from ..errors import Unsupported
 from ..formats import DenseWeight, Weight
 from ..formats.host_buffers import release_pool, trim_heap
-from ..kernels import interface as b
 from ..kernels.dispatch import BackendList, DispatchRecord
-from ..kernels.interface import QKNormFn
+from ..kernels.interface import (
+    AddNormFn,
+    Backend,
+    NormFn,
+    NormPrologue,
+    QKNormFn,
+    RopeFn,
+    SupportsFusion,
+    no_rope,
+)
 from ..memory import has_address_space
 from ..nn import (
     AllHeadsNorm,
@@ -44,8 +52,8 @@ from ..nn import (
 )
 from ..nn.attention import Qkv, no_qk_norm
 from ..nn.block import BlockLike, DeviceTransfer, TransferFn, no_transfer
-from ..nn.fused import FusedBlock, FusedHead, chain_blocks, fuse_block, fuse_decoder, fuse_head
-from ..nn.mlp import MlpLike
+from ..nn.fused import FusedBlock, FusedHead, chain_fused_layers, fuse_block, fuse_block_stack, fuse_head
+from ..nn.linear import MlpLike
 from ..spec.weight_roles import Matrix, matrices
 from .decoder import Decoder
 from .devices import device_context
@@ -58,10 +66,10 @@ MAX_IN_FLIGHT = 6
 IN_FLIGHT_DIVISOR = 48
 """Weights in flight may take one IN_FLIGHT_DIVISORth of the model's bytes."""
 
-READERS = min(6, max(2, (os.cpu_count() or 1) // 2))
+MAX_READER_THREADS = min(6, max(2, (os.cpu_count() or 1) // 2))
 """Reader threads: while one waits for the disk, another repacks. More would wait for each other."""
 
-FOR_READER = 256 << 20
+READER_ADDRESS_SPACE = 256 << 20
 """Address space of one reader: its stack, a malloc arena, its OpenMP threads."""
 
 
@@ -76,7 +84,7 @@ def add_without_norm(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     return total, total
 
 
-def scaled_norm(inner: b.NormFn, factor: float) -> b.NormFn:
+def scaled_norm(inner: NormFn, factor: float) -> NormFn:
     """A norm with scaled output; the norm itself for a factor of 1."""
     return inner if factor == 1.0 else lambda x: inner(x) * factor
 
@@ -89,12 +97,10 @@ class Builder:
     checkpoint: WeightSource
     backends: BackendList
     max_seq_len: int
-    module_backends: Sequence[
-        BackendList
-    ] = ()  # of each module, if they differ; (): all modules use `backends`
+    module_backends: Sequence[BackendList] = ()  # of each module, if they differ; (): all use `backends`
     has_embedding: bool = True  # False: another rank has the embedding
     has_head: bool = True  # False: another rank has the head
-    _ropes: dict[tuple[int, spec.Rope], b.RopeFn] = field(default_factory=dict)
+    _ropes: dict[tuple[int, spec.Rope], RopeFn] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """List the matrices."""
@@ -118,7 +124,7 @@ class Builder:
         total = self.checkpoint.files.total_bytes
         devices = {backends.device for backends in (self.backends, *self.module_backends)}
         self._cuda_streams = {one: torch.cuda.current_stream(one) for one in devices if one.type == "cuda"}
-        with WeightPrefetcher(self.prepare, self.stored_bytes, roles, total) as self._prefetcher:
+        with WeightPrefetcher(self.read_linear, self.stored_bytes, roles, total) as self._prefetcher:
             embedding = self.embedding() if self.has_embedding else None
             with device_context(self.backends_for("head").device):
                 head = self.head() if self.has_head else None
@@ -133,9 +139,9 @@ class Builder:
                 yield decoder
             decoder.transfers.append(self.transfer_before(len(self.model.layers)))
             if all(transfer is no_transfer for transfer in decoder.transfers):
-                decoder.fused = fuse_decoder(decoder.blocks)
+                decoder.fused = fuse_block_stack(decoder.blocks)
             if decoder.fused is None:
-                chain_blocks(decoder.blocks)
+                chain_fused_layers(decoder.blocks)
         self._prefetcher = None
         release_pool()
         yield decoder
@@ -159,23 +165,19 @@ class Builder:
         module_backends = self.module_backends or [self.backends] * len(self)
         first, devices = module_backends[0].device, {backends.device for backends in module_backends}
         starts_elsewhere = i == 0 and first.type == "cuda" and (len(devices) > 1 or first.index != 0)
-        return (
-            DeviceTransfer(module_backends[i + 1].device)
-            if starts_elsewhere or module_backends[i + 1] is not module_backends[i]
-            else no_transfer
-        )
+        if starts_elsewhere or module_backends[i + 1] is not module_backends[i]:
+            return DeviceTransfer(module_backends[i + 1].device)
+        return no_transfer
 
     def embedding(self) -> Embedding:
         """The embedding, with learned positions if the model has them."""
         m, backends = self.model, self.backends_for("embed")
         weight = self.embedding_weight()
         lookup = backends.bind("embed", weight.describe(), lambda backend: backend.embedding(weight))
-        rows = m.embed.learned_positions
         positions = None
-        if rows:
-            shape = (rows, m.hidden)
+        if rows := m.embed.learned_positions:
             positions = self.checkpoint.tensor(
-                "positions", shape, dtype=backends.dtype, device=backends.device
+                "positions", (rows, m.hidden), dtype=backends.dtype, device=backends.device
             )
         residual_dtype = torch.float32 if m.fp32_residual else backends.dtype
         return Embedding(lookup, m.vocab, positions, m.embed.scale, residual_dtype)
@@ -198,11 +200,10 @@ class Builder:
     def head(self) -> Head:
         """Final norm and LM head."""
         m = self.model
-        linear = (
-            self.bind_linear("head", self.with_unit_rows(self.tied_weight()))
-            if self.tied
-            else self.linear("head")
-        )
+        if self.tied:
+            linear = self.bind_linear("head", self.with_normalized_rows(self.tied_weight()))
+        else:
+            linear = self.linear("head")
         norm = self.add_norm("final_norm", m.final_norm, m.hidden)
         head = Head(norm, linear, m.head.scale, m.head.softcap)
         fused = self.backends_for("head").fuse(
@@ -210,13 +211,13 @@ class Builder:
         )
         return fused or head
 
-    def fused_head(self, head: Head, backend: b.SupportsFusion) -> FusedHead:
+    def fused_head(self, head: Head, backend: SupportsFusion) -> FusedHead:
         """The head with its norm fused; `Unsupported` if that is not possible."""
         if self.model.fp32_residual:
             raise Unsupported("a wider residual stream")
         return fuse_head(head, self.norm_prologue("final_norm", self.model.final_norm), backend)
 
-    def with_unit_rows(self, weight: Weight) -> Weight:
+    def with_normalized_rows(self, weight: Weight) -> Weight:
         """The head's matrix, with rows normalised if the model asks for that."""
         if not self.model.head.normalize_rows or not isinstance(weight, DenseWeight):
             return weight
@@ -232,7 +233,7 @@ class Builder:
         )
 
     def block(self, i: int, layer: spec.Layer) -> BlockLike:
-        """One decoder layer of either form."""
+        """One decoder layer, sequential or parallel."""
         prefix, hidden, scale = f"layers.{i}.", self.model.hidden, layer.residual_scale
         attn, mlp = self.attention(prefix, layer.attn), self.mlp(prefix, layer.mlp)
         attn_norm = self.add_norm(prefix + "attn_norm", layer.attn_norm, hidden)
@@ -252,7 +253,7 @@ class Builder:
         return fused or block
 
     def fused_block(
-        self, prefix: str, layer: spec.Layer, block: Block, backend: b.SupportsFusion
+        self, prefix: str, layer: spec.Layer, block: Block, backend: SupportsFusion
     ) -> FusedBlock:
         """The layer with fused projections; `Unsupported` if it has parts that cannot be fused."""
         attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
@@ -266,9 +267,9 @@ class Builder:
         )
         return fuse_block(block, layer.mlp.act, *prologues, backend)
 
-    def norm_prologue(self, role: str, norm: spec.Norm) -> b.NormPrologue:
+    def norm_prologue(self, role: str, norm: spec.Norm) -> NormPrologue:
         """A norm over the hidden state, for fused matrices to apply to their input."""
-        return b.NormPrologue(norm, self.norm_tensors(role, norm, self.model.hidden)[0])
+        return NormPrologue(norm, self.norm_tensors(role, norm, self.model.hidden)[0])
 
     def attention(self, prefix: str, attn: spec.Attention) -> Attention:
         """Projections, QK norm, RoPE and attention kernel of one layer."""
@@ -281,10 +282,10 @@ class Builder:
             prefix + "attn", _describe(attn), lambda backend: backend.attention(attn, rope)
         )
         return Attention(
-            attn.head_dim, qkv, self.head_norms(prefix, attn), attend, self.linear(prefix + "attn.o")
+            attn.head_dim, qkv, self.qk_norm(prefix, attn), attend, self.linear(prefix + "attn.o")
         )
 
-    def head_norms(self, prefix: str, attn: spec.Attention) -> QKNormFn:
+    def qk_norm(self, prefix: str, attn: spec.Attention) -> QKNormFn:
         """The QK norm, if the layer has one."""
         if attn.qk_norm is None:
             return no_qk_norm
@@ -323,25 +324,25 @@ class Builder:
         experts = Experts(kernel, [Expert(*three) for three in zip(*parts, strict=True)])
         return MoeMlp(self.linear(prefix + "mlp.router"), experts)
 
-    def rope(self, backends: BackendList, rope: spec.Rope | None) -> b.RopeFn:
+    def rope(self, backends: BackendList, rope: spec.Rope | None) -> RopeFn:
         """RoPE of a layer; layers of a device with the same parameters share its tables."""
         if rope is None:
-            return b.no_rope
+            return no_rope
         key = id(backends), rope
         if key not in self._ropes:
             detail = f"{rope.dim} dimensions, {self.max_seq_len} positions"
-            make: Callable[[b.Backend], b.RopeFn] = lambda x: x.rope(rope, self.max_seq_len)  # noqa: E731
+            make: Callable[[Backend], RopeFn] = lambda x: x.rope(rope, self.max_seq_len)  # noqa: E731
             self._ropes[key] = backends.bind("rope", detail, make)
         return self._ropes[key]
 
-    def norm(self, role: str, norm: spec.Norm | None, width: int, heads: int | None = None) -> b.NormFn:
+    def norm(self, role: str, norm: spec.Norm | None, width: int, heads: int | None = None) -> NormFn:
         """A bound norm, or the identity. QK norms have one scale, or one for each head."""
         if norm is None:
             return identity_norm
         weight, bias = self.norm_tensors(role, norm, width, heads)
         return self.backends_for(role).bind(role, norm.kind, lambda backend: backend.norm(norm, weight, bias))
 
-    def add_norm(self, role: str, norm: spec.Norm | None, width: int) -> b.AddNormFn:
+    def add_norm(self, role: str, norm: spec.Norm | None, width: int) -> AddNormFn:
         """A bound norm with the residual addition before it, or the addition alone."""
         if norm is None:
             return add_without_norm
@@ -369,10 +370,10 @@ class Builder:
 
     def linear(self, role: str) -> Linear:
         """A matrix, read and bound; prefetched while `build` runs."""
-        finish = self.prepare(role) if self._prefetcher is None else self._prefetcher.take(role)
+        finish = self.read_linear(role) if self._prefetcher is None else self._prefetcher.take(role)
         return finish()
 
-    def prepare(self, role: str) -> Callable[[], Linear]:
+    def read_linear(self, role: str) -> Callable[[], Linear]:
         """Read and, if possible, bind a matrix in a reader thread; returns the building thread's part.
 
         The reader thread uses the builder's CUDA stream, so that copies and kernels of both threads are
@@ -413,7 +414,7 @@ class Builder:
         weight = self.checkpoint.weight(
             role, width_in, width_out, bias=bias, dtype=backends.dtype, device=backends.device
         )
-        return self.with_unit_rows(weight) if role == "head" else weight
+        return self.with_normalized_rows(weight) if role == "head" else weight
 
 
 def _describe(part: spec.Attention | spec.Moe) -> str:
@@ -440,7 +441,7 @@ class WeightPrefetcher(Generic[T]):
         self._max_bytes = total_bytes // IN_FLIGHT_DIVISOR
         self._in_flight: dict[str, Future[T]] = {}
         self._in_flight_bytes: dict[str, int] = {}  # of those not taken yet
-        threads = readers(total_bytes)
+        threads = num_reader_threads(total_bytes)
         self._executor = ThreadPoolExecutor(threads, "exlm-read") if threads else None
 
     def __enter__(self) -> Self:
@@ -491,6 +492,8 @@ class WeightPrefetcher(Generic[T]):
         self._in_flight_bytes[role] = self._size(role)
 
 
-def readers(total: int) -> int:
+def num_reader_threads(total: int) -> int:
     """Threads for a model of `total` bytes: none if the address space is too small for both."""
-    return READERS if has_address_space(2 * total + READERS * FOR_READER) else 0
+    return (
+        MAX_READER_THREADS if has_address_space(2 * total + MAX_READER_THREADS * READER_ADDRESS_SPACE) else 0
+    )

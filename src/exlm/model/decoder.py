@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.interface import LayerKVCache
 from ..nn import Batch, ClampedQkv, Embedding, Head
 from ..nn.block import BlockLike, TransferFn
-from ..nn.fused import FusedBlock, FusedDecoder
+from ..nn.fused import FusedBlock, FusedBlockStack
 from ..parallel import RankCombiner
 
 
@@ -23,7 +23,7 @@ class Decoder:
     blocks: list[BlockLike]
     head: Head
     transfers: list[TransferFn]  # before each block and before the head
-    fused: FusedDecoder | None = None  # all blocks as one, if they are on one device
+    fused: FusedBlockStack | None = None  # all blocks as one, if they are on one device
 
     def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
         """Logits of the positions that the batch asks for, or None; and the state before the final norm.

@@ -27,7 +27,6 @@ from ..config import Config, FrozenConfig
 from ..errors import DoesNotFit, InputError, Unsupported
 from ..kernels.interface import LayerKVCache
 from ..kvcache import CacheBase, CacheLayer
-from ..kvcache.registry import CACHE_CLASSES
 from ..lora import InstallLora, ModuleChange, RemoveLora
 from ..nn import Batch
 from ..parallel import Group, Message, RankDriver
@@ -43,7 +42,7 @@ from .decoder import Decoder
 from .devices import DeviceInfo
 from .instance import LoadProgress, LoadSteps, ModelInstance, load_modules, open_checkpoint
 from .memory import SPLIT_REMEDY, check_gpu_split, compute_profile, estimate_modules, split_capacities
-from .parallel_worker import run_worker
+from .parallel_worker import REPLICATED_CACHES, run_worker
 from .placement import DeviceCapacity, format_bytes
 from .strategies import STRATEGIES, ParallelStrategy, RoleShard
 
@@ -231,11 +230,11 @@ class WorkerCacheReplicator:
 
     def replicate_allocation(self, cache: CacheBase) -> None:
         """Register a cache; the workers allocate their shards of it."""
-        if type(cache) not in CACHE_CLASSES.values():
-            known = ", ".join(CACHE_CLASSES)
+        if type(cache) not in REPLICATED_CACHES.values():
+            known = ", ".join(REPLICATED_CACHES)
             raise Unsupported(f"Other processes cannot make a {type(cache).__name__}: use one of {known}.")
         values = {
-            "kind": type(cache).__name__,
+            "cache_class": type(cache).__name__,
             "batch_size": cache.batch_size,
             "max_seq_len": cache.max_seq_len,
             "dtype": str(cache.dtype).removeprefix("torch."),

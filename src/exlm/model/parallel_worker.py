@@ -15,8 +15,7 @@ from torch.distributed.distributed_c10d import Store
 
 from .. import spec
 from ..config import Config, FrozenConfig
-from ..kvcache import CacheBase, NoCache
-from ..kvcache.registry import CACHE_CLASSES
+from ..kvcache import CACHES, Cache, CacheBase, NoCache
 from ..lora import InstallLora, LoraWeights, ModuleChange, RemoveLora
 from ..nn import Batch, LoraRef
 from ..parallel import Channel, Group, Message
@@ -30,6 +29,11 @@ log = logging.getLogger(__name__)
 
 REPLICATED_METHODS = ("copy", "copy_states", "roll_left")
 """Methods of a cache that rank 0 calls on every rank."""
+
+_CACHE_CLASSES: list[type[CacheBase]] = [Cache, *CACHES.values()]
+
+REPLICATED_CACHES = {cache_class.__name__: cache_class for cache_class in _CACHE_CLASSES}
+"""The caches that rank 0 can have the workers allocate, by class name."""
 
 
 def main(task: Mapping[str, Any]) -> None:
@@ -119,10 +123,9 @@ def worker_loop(channel: Channel, loaded: ModelInstance, device: torch.device) -
 
 
 def _make_cache(model: CacheOwnerInfo, values: Mapping[str, Any]) -> CacheBase:
-    kind, options = CACHE_CLASSES[values["kind"]], {}
-    if kind is CACHE_CLASSES["Cache"]:
-        options["dtype"] = values["dtype"]
-    return kind(model, values["batch_size"], values["max_seq_len"], **options)
+    cache_class = REPLICATED_CACHES[values["cache_class"]]
+    options: dict[str, Any] = {"dtype": values["dtype"]} if cache_class is Cache else {}
+    return cache_class(model, values["batch_size"], values["max_seq_len"], **options)
 
 
 def decode_change(message: Message, model: spec.Model, device: torch.device) -> ModuleChange:

@@ -6,8 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..kernels import interface as b
-from ..kernels.interface import QKNormFn
+from ..kernels.interface import AttentionFn, LayerKVCache, NormFn, QKNormFn
 from .batch import Batch
 from .linear import Linear
 
@@ -47,7 +46,7 @@ class ClampedQkv:
 class PerHeadNorm:
     """QK norm of each head by itself."""
 
-    def __init__(self, q: b.NormFn, k: b.NormFn) -> None:
+    def __init__(self, q: NormFn, k: NormFn) -> None:
         self.q, self.k = q, k
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +57,7 @@ class PerHeadNorm:
 class AllHeadsNorm:
     """QK norm of all heads of a token together."""
 
-    def __init__(self, q: b.NormFn, k: b.NormFn) -> None:
+    def __init__(self, q: NormFn, k: NormFn) -> None:
         self.q, self.k = q, k
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,18 +73,18 @@ def no_qk_norm(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 class Attention:
     """Attention (MHA, GQA, MQA) over a layer's cache."""
 
-    def __init__(self, head_dim: int, qkv: Qkv, norm: QKNormFn, attend: b.AttentionFn, o: Linear) -> None:
+    def __init__(self, head_dim: int, qkv: Qkv, norm: QKNormFn, attend: AttentionFn, o: Linear) -> None:
         self.head_dim = head_dim
         self.qkv = qkv
         self.norm = norm
         self.attend = attend
         self.o = o
 
-    def forward(self, x: Tensor, batch: Batch, kv: b.LayerKVCache) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
         """(rows, tokens, hidden) → the same shape; stores the new tokens in the layer's cache."""
         return self.o.forward(self.head_outputs(x, batch, kv), batch)
 
-    def head_outputs(self, x: Tensor, batch: Batch, kv: b.LayerKVCache) -> Tensor:
+    def head_outputs(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
         """`forward` without the output projection: (rows, tokens, heads · head_dim)."""
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (part.view(shape) for part in self.qkv.forward(x, batch))

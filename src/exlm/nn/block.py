@@ -20,10 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import interface as b
+from ..kernels.interface import AddNormFn, LayerKVCache, NormFn
 from .attention import Attention
 from .batch import Batch
-from .mlp import MlpLike
+from .linear import MlpLike
 
 
 class BlockLike(Protocol):
@@ -40,12 +40,12 @@ class BlockLike(Protocol):
         ...
 
     def forward(
-        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream in and out: (rows, tokens, hidden) and the pending residual."""
         ...
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
         """Store the keys and values that `forward` would store, and compute nothing else."""
         ...
 
@@ -57,24 +57,24 @@ class Block:
         self,
         attn: Attention,
         mlp: MlpLike,
-        attn_norm: b.AddNormFn,
-        mlp_norm: b.AddNormFn,
-        attn_post_norm: b.NormFn,
-        mlp_post_norm: b.NormFn,
+        attn_norm: AddNormFn,
+        mlp_norm: AddNormFn,
+        attn_post_norm: NormFn,
+        mlp_post_norm: NormFn,
     ) -> None:
         self.attn, self.mlp = attn, mlp
         self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
         self.attn_post_norm, self.mlp_post_norm = attn_post_norm, mlp_post_norm
 
     def forward(
-        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache
     ) -> tuple[Tensor, Tensor]:
         """The residual stream in and out."""
         x, normed = self.attn_norm(x, pending_residual)
         x, normed = self.mlp_norm(x, self.attn_post_norm(self.attn.forward(normed, batch, kv)))
         return x, self.mlp_post_norm(self.mlp.forward(normed, batch))
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
         """Project and attend; the attention's output is not used."""
         self.attn.head_outputs(self.attn_norm(x, pending_residual)[1], batch, kv)
 
@@ -82,18 +82,18 @@ class Block:
 class ParallelBlock:
     """Attention and MLP in parallel, on the same normalised input."""
 
-    def __init__(self, attn: Attention, mlp: MlpLike, norm: b.AddNormFn, post_norm: b.NormFn) -> None:
+    def __init__(self, attn: Attention, mlp: MlpLike, norm: AddNormFn, post_norm: NormFn) -> None:
         self.attn, self.mlp = attn, mlp
         self.norm, self.post_norm = norm, post_norm
 
     def forward(
-        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache
     ) -> tuple[Tensor, Tensor]:
         """The residual stream in and out."""
         x, normed = self.norm(x, pending_residual)
         return x, self.post_norm(self.attn.forward(normed, batch, kv) + self.mlp.forward(normed, batch))
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
         """Project and attend; the attention's output is not used."""
         self.attn.head_outputs(self.norm(x, pending_residual)[1], batch, kv)
 

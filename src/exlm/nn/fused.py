@@ -16,18 +16,26 @@ from torch import Tensor
 
 from .. import spec
 from ..errors import Unsupported
-from ..kernels import interface as b
+from ..kernels.interface import (
+    FUSE_MAX_TOKENS,
+    FusedDecoder,
+    FusedLayer,
+    FusedLinear,
+    GatedActivationFn,
+    LayerKVCache,
+    NormPrologue,
+    SupportsFusion,
+)
 from .attention import Attention, QkvProjection, no_qk_norm
 from .batch import Batch
 from .block import Block, BlockLike
-from .linear import Head, Linear
-from .mlp import GatedMlp, MlpLike, MoeMlp
+from .linear import GatedMlp, Head, Linear, MlpLike, MoeMlp
 
 
-class ComposedGate(b.FusedLinear):
+class GateUpThenActivation(FusedLinear):
     """act(gate) · up made of two steps, for a backend that fuses both matrices but not this activation."""
 
-    def __init__(self, gate_up: b.FusedLinear, act: b.GatedActivationFn) -> None:
+    def __init__(self, gate_up: FusedLinear, act: GatedActivationFn) -> None:
         self.gate_up, self.act = gate_up, act
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
@@ -42,32 +50,32 @@ class ComposedGate(b.FusedLinear):
 class SeparateQkv:
     """q, k and v by the raw products of their fused projection."""
 
-    def __init__(self, matrices: b.FusedLinear) -> None:
-        self.matrices = matrices
+    def __init__(self, qkv: FusedLinear) -> None:
+        self.qkv = qkv
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, tokens, hidden) → three of (rows, tokens, heads · head_dim)."""
-        q, k, v = self.matrices.separate(x)
+        q, k, v = self.qkv.separate(x)
         return q, k, v
 
 
 class SeparateGateUpMlp:
     """down(act(gate) · up) with gate and up by the raw products of their fused projection."""
 
-    def __init__(self, mlp: GatedMlp, matrices: b.FusedLinear) -> None:
-        self.mlp, self.matrices = mlp, matrices
+    def __init__(self, mlp: GatedMlp, gate_up: FusedLinear) -> None:
+        self.mlp, self.gate_up = mlp, gate_up
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
-        gate, up = self.matrices.separate(x)
+        gate, up = self.gate_up.separate(x)
         return self.mlp.down.forward(self.mlp.act(gate, up), batch)
 
 
 class FusedMlp(NamedTuple):
     """A gated MLP in two launches: norm and act(gate) · up, then down and the residual."""
 
-    gate_up: b.FusedLinear
-    down: b.FusedLinear
+    gate_up: FusedLinear
+    down: FusedLinear
 
 
 class FusedBlock:
@@ -79,14 +87,14 @@ class FusedBlock:
     """
 
     def __init__(
-        self, block: Block, qkv: b.FusedLinear, o: b.FusedLinear, mlp: FusedMlp | None, max_tokens: int
+        self, block: Block, qkv: FusedLinear, o: FusedLinear, mlp: FusedMlp | None, max_tokens: int
     ) -> None:
         """`max_tokens` of a batch run fused; without `mlp` (MoE) the block's own MLP runs."""
         self.block = block
         self.qkv, self.o, self.fused_mlp = qkv, o, mlp
         self.max_tokens = max_tokens
-        self._separate = _with_raw_products(block, qkv, mlp)
-        self.fused_layer: b.FusedLayer | None = None
+        self._separate_block = _with_separate_products(block, qkv, mlp)
+        self.fused_layer: FusedLayer | None = None
         if mlp is not None:
             norm = None if block.attn.norm is no_qk_norm else block.attn.norm
             self.fused_layer = qkv.fuse_layer(block.attn.attend, norm, o, *mlp)
@@ -102,7 +110,7 @@ class FusedBlock:
         return self.block.mlp
 
     def forward(
-        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream in and out, as in `Block`."""
         if (unfused := self._unfused_block(batch)) is not None:
@@ -122,10 +130,10 @@ class FusedBlock:
         (x,) = self.fused_mlp.down(hidden, x)
         return x, None
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
         """Store keys and values only. Few tokens run the whole layer, which takes hardly longer."""
-        if batch.ids.numel() > b.FUSE_MAX_TOKENS or self._unfused_block(batch) is not None:
-            (self.block if batch.adapters else self._separate).fill_kv(x, pending_residual, batch, kv)
+        if batch.ids.numel() > FUSE_MAX_TOKENS or self._unfused_block(batch) is not None:
+            (self.block if batch.adapters else self._separate_block).fill_kv(x, pending_residual, batch, kv)
         else:
             self.forward(x, pending_residual, batch, kv)
 
@@ -133,10 +141,10 @@ class FusedBlock:
         """The block that runs a batch with LoRAs or with many tokens; None: run fused."""
         if batch.adapters:
             return self.block
-        return self._separate if batch.ids.numel() > self.max_tokens else None
+        return self._separate_block if batch.ids.numel() > self.max_tokens else None
 
 
-def _with_raw_products(block: Block, qkv: b.FusedLinear, fused_mlp: FusedMlp | None) -> Block:
+def _with_separate_products(block: Block, qkv: FusedLinear, fused_mlp: FusedMlp | None) -> Block:
     """The block with matrices that share an input as one product, for many tokens."""
     attn, mlp = block.attn, block.mlp
     attn = Attention(attn.head_dim, SeparateQkv(qkv), attn.norm, attn.attend, attn.o)
@@ -148,18 +156,18 @@ def _with_raw_products(block: Block, qkv: b.FusedLinear, fused_mlp: FusedMlp | N
 def fuse_block(
     block: Block,
     act: spec.Activation,
-    attn_norm: b.NormPrologue,
-    mlp_norm: b.NormPrologue,
-    backend: b.SupportsFusion,
+    attn_norm: NormPrologue,
+    mlp_norm: NormPrologue,
+    backend: SupportsFusion,
 ) -> FusedBlock:
     """The block with the backend's fused projections; `Unsupported` if the backend declines one."""
     qkv, mlp = block.attn.qkv, block.mlp
     if not isinstance(mlp, GatedMlp | MoeMlp) or not isinstance(qkv, QkvProjection):
-        raise Unsupported("another MLP, or clamped projections")
+        raise Unsupported("an MLP that is neither gated nor MoE, or clamped projections")
 
     def fused(
-        *linears: Linear, prologue: b.NormPrologue | None = None, act: spec.Activation | None = None
-    ) -> b.FusedLinear:
+        *linears: Linear, prologue: NormPrologue | None = None, act: spec.Activation | None = None
+    ) -> FusedLinear:
         return backend.fused_linear([linear.kernel for linear in linears], prologue, act)
 
     fused_qkv, fused_o = fused(qkv.q, qkv.k, qkv.v, prologue=attn_norm), fused(block.attn.o)
@@ -168,35 +176,35 @@ def fuse_block(
         try:
             gate_up = fused(mlp.gate, mlp.up, prologue=mlp_norm, act=act)
         except Unsupported:
-            gate_up = ComposedGate(fused(mlp.gate, mlp.up, prologue=mlp_norm), mlp.act)
+            gate_up = GateUpThenActivation(fused(mlp.gate, mlp.up, prologue=mlp_norm), mlp.act)
         fused_mlp = FusedMlp(gate_up, fused(mlp.down))
     return FusedBlock(block, fused_qkv, fused_o, fused_mlp, backend.max_fused_tokens)
 
 
-class FusedDecoder:
-    """All blocks as one, for batches that every one of them would run fused."""
+class FusedBlockStack:
+    """All blocks in one kernel call, for batches that every one of them would run fused."""
 
-    def __init__(self, decoder: b.FusedDecoder, max_tokens: int) -> None:
-        self.decoder, self.max_tokens = decoder, max_tokens
+    def __init__(self, kernel: FusedDecoder, max_tokens: int) -> None:
+        self.kernel, self.max_tokens = kernel, max_tokens
 
-    def forward(self, x: Tensor, batch: Batch, layers: Sequence[b.LayerKVCache]) -> Tensor | None:
+    def forward(self, x: Tensor, batch: Batch, layers: Sequence[LayerKVCache]) -> Tensor | None:
         """The residual stream in and out; None for a batch that must run block by block."""
         if batch.adapters or batch.outputs == "none" or batch.ids.numel() > self.max_tokens:
             return None
-        return self.decoder(x, layers, batch)
+        return self.kernel(x, layers, batch)
 
 
-def fuse_decoder(blocks: Sequence[BlockLike]) -> FusedDecoder | None:
-    """The blocks as one, if all are fused and their backend can do that."""
+def fuse_block_stack(blocks: Sequence[BlockLike]) -> FusedBlockStack | None:
+    """The blocks as one kernel call, if all are fused and their backend can do that; else None."""
     fused = [block for block in blocks if isinstance(block, FusedBlock)]
     layers = [block.fused_layer for block in fused if block.fused_layer is not None]
     if not layers or len(layers) < len(blocks):
         return None
-    decoder = layers[0].fuse_decoder(layers[1:])
-    return None if decoder is None else FusedDecoder(decoder, min(block.max_tokens for block in fused))
+    kernel = layers[0].fuse_decoder(layers[1:])
+    return None if kernel is None else FusedBlockStack(kernel, min(block.max_tokens for block in fused))
 
 
-def chain_blocks(blocks: Sequence[BlockLike]) -> None:
+def chain_fused_layers(blocks: Sequence[BlockLike]) -> None:
     """Let each block that runs as one write its output as the next one's kernels read it."""
     for block, following in pairwise(blocks):
         if not isinstance(block, FusedBlock) or not isinstance(following, FusedBlock):
@@ -211,9 +219,9 @@ class FusedHead(Head):
     It runs as a plain head once its norm or matrix has been replaced.
     """
 
-    def __init__(self, head: Head, matrix: b.FusedLinear, max_tokens: int) -> None:
+    def __init__(self, head: Head, fused_linear: FusedLinear, max_tokens: int) -> None:
         super().__init__(head.norm, head.linear, head.scale, head.softcap)
-        self.matrix, self.max_tokens = matrix, max_tokens
+        self.fused_linear, self.max_tokens = fused_linear, max_tokens
         self._fused_parts = head.norm, head.linear
 
     def forward(self, x: Tensor, pending_residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -223,11 +231,11 @@ class FusedHead(Head):
         if not unchanged or x.shape[0] * x.shape[1] > self.max_tokens or batch.adapters:
             return super().forward(x, pending_residual, batch)
         state = x if pending_residual is None else x + pending_residual
-        (output,) = self.matrix(state, None)
+        (output,) = self.fused_linear(state, None)
         return self.scale_logits(output), state
 
 
-def fuse_head(head: Head, norm: b.NormPrologue, backend: b.SupportsFusion) -> FusedHead:
+def fuse_head(head: Head, norm: NormPrologue, backend: SupportsFusion) -> FusedHead:
     """The head with its norm as the matrix's prologue; `Unsupported` if the backend declines."""
-    matrix = backend.fused_linear([head.linear.kernel], norm, None, fp32_out=True)
-    return FusedHead(head, matrix, backend.max_fused_tokens)
+    fused_linear = backend.fused_linear([head.linear.kernel], norm, None, fp32_out=True)
+    return FusedHead(head, fused_linear, backend.max_fused_tokens)

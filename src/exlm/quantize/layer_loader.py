@@ -61,7 +61,7 @@ class LayerLoader(Builder):
 
     linears: dict[str, HookedLinear] = field(default_factory=dict)
 
-    def prepare(self, role: str) -> Callable[[], Linear]:
+    def read_linear(self, role: str) -> Callable[[], Linear]:
         """Read a matrix now and build its module later."""
         return partial(self.bind_linear, role, self.read_weight(role))
 
@@ -108,7 +108,7 @@ def layer_loader(
 class KVBuffer:
     """The keys and values of one layer, for rows that all have the same length, up to `length` tokens."""
 
-    paged = None
+    kv_pages = None
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -56,8 +56,8 @@ def compare(
     rows = got.flatten(0, 1)
     handed = input_layout(rows.shape[1], device).open(len(rows), 0)
     handed.words.fill_(float("nan"))
-    assert third.paged is not None
-    attend.leave(q, k, v, third.paged, step.metadata, handed)
+    assert third.kv_pages is not None
+    attend.leave(q, k, v, third.kv_pages, step.metadata, handed)
     assert torch.equal(read_back(handed), rows.cpu())
     assert all(torch.equal(a, b) for a, b in zip(third.tensors, twin.tensors, strict=True))
     assert int(counters.counts.abs().sum()) == 0
@@ -117,8 +117,8 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> SplitCounters:
 
 
 def planned(case: Case, layer: CacheLayer) -> SplitConfig:
-    assert layer.paged is not None
-    return default_split_config(layer.paged, case.tokens * case.heads // case.kv_heads)
+    assert layer.kv_pages is not None
+    return default_split_config(layer.kv_pages, case.tokens * case.heads // case.kv_heads)
 
 
 def name(case: Case) -> str:
@@ -271,7 +271,7 @@ def test_it_compiles(target: str) -> None:
         (MHA_SOURCE, 1, Case("q8", HALF, 4, 4, 64, (5,), 1, masked=True)),
     ):
         layer = cases.step(case, CPU).layer
-        assert layer.paged is not None
-        chosen = choices(case.attn, layer.paged, planned(case, layer), columns, case.masked)
+        assert layer.kv_pages is not None
+        chosen = choices(case.attn, layer.kv_pages, planned(case, layer), columns, case.masked)
         options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{k}={v}" for k, v in chosen.items())]
         assert compile_source(read_source(source), source.name, options).startswith(b"\x7fELF")

@@ -115,7 +115,7 @@ class PagedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKVCache, metadata: AttnMetadata) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
-        pages, batch = kv.paged, self.batch_pointers.of(metadata)
+        pages, batch = kv.kv_pages, self.batch_pointers.of(metadata)
         args = None if pages is None or batch is None else self.args(pages, q.shape[1])
         if args is None or batch is None:
             return self._fallback(q, k, v, kv, metadata)

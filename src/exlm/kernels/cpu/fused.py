@@ -135,7 +135,7 @@ class FusedDecoder:
 
         Pages are held weakly: the args of a cache that is gone are never used for another one.
         """
-        pages = [own for kv in kvs if (own := kv.paged) is not None]
+        pages = [own for kv in kvs if (own := kv.kv_pages) is not None]
         if len(pages) < len(self._attends):
             return None
         known_pages, known_tokens, args = self._known

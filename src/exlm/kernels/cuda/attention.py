@@ -156,7 +156,7 @@ class PagedDecodeAttention:
         self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata
     ) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
-        pages = kv.paged
+        pages = kv.kv_pages
         if (
             pages is None
             or q.dtype is not torch.float16
@@ -185,7 +185,7 @@ class PagedDecodeAttention:
 
     def takes(self, rows: int, tokens: int, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
         """Whether the kernel attends to so many new tokens of rows."""
-        a, indices, pages = self.attn, (metadata.past_lens, metadata.pages, metadata.positions), kv.paged
+        a, indices, pages = self.attn, (metadata.past_lens, metadata.pages, metadata.positions), kv.kv_pages
         return (
             pages is not None
             and tokens <= NEW

@@ -42,7 +42,7 @@ class CudaFusedLayer(b.FusedLayer):
     def __call__(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor | None:
         """The residual stream behind the layer; None if its attention must be done otherwise."""
         rows, tokens = x.shape[:2]
-        count, pages = rows * tokens, kv.paged
+        count, pages = rows * tokens, kv.kv_pages
         parts = [part.at(count) for part in self._parts]
         if pages is None or None in parts or not self._attend.takes(rows, tokens, kv, metadata):
             return None

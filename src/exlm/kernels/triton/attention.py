@@ -98,7 +98,7 @@ class PagedAttention:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata
     ) -> Tensor:
-        a, pages = self.attn, kv.paged
+        a, pages = self.attn, kv.kv_pages
         if pages is not None and not self._reads(pages):
             return ReferenceAttention(self.rope, a.scale, a.window, a.softcap)(q, k, v, kv, metadata)
         tables = self.rope if isinstance(self.rope, RopeTables) else None
