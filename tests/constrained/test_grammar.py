@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from exlm.constrained import FilterStack, GrammarFilter, JsonSchemaFilter, RegexFilter, grammar
-from exlm.constrained import bitmask as bits
+from exlm.constrained import FilterStack, GrammarFilter, JsonSchemaFilter, RegexFilter, grammar, token_sets
 from exlm.errors import InputError, MissingExtra
 from exlm.tokenizer import Codec
 from tests.constrained.toy_vocabularies import allowed_ids, byte_codec, random_then_closing, run_stack
@@ -285,7 +284,7 @@ def test_background_threads_give_the_same_masks(trained: Codec) -> None:
             assert two.mask is not None
             assert (one.mask == two.mask).all()
             assert (one.end_ids, one.forced_id) == (two.end_ids, two.forced_id)
-            number = choose(bits.to_ids(one.mask).tolist(), step)
+            number = choose(token_sets.bitmask_ids(one.mask).tolist(), step)
             if number in one.end_ids:
                 break
             for stack in (plain, ahead):

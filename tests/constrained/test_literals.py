@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exlm.constrained import FilterStack, PrefixFilter, SelectFilter, token_trie
+from exlm.constrained import FilterStack, PrefixFilter, SelectFilter, token_sets
 from exlm.errors import InputError
 from exlm.tokenizer import Codec
 from tests.constrained.toy_vocabularies import allowed_ids, byte_codec, run_stack
@@ -64,7 +64,7 @@ def test_the_healed_prompt_prefix_comes_first(letters: Codec) -> None:
 
 
 def test_tokens_with_partial_characters_can_be_completed(codec: Codec) -> None:
-    table = token_trie.token_trie_of(codec).token_bytes
+    table = token_sets.token_trie_of(codec).token_bytes
     source = random.Random(5)
     for text in ("né 🦙", "Ünïcödé", "日本語テキスト"):
         found = PrefixFilter(None, codec, text)
@@ -176,7 +176,7 @@ def expected_select_step(options: list[str], table: list[bytes], raw: bytes) -> 
 def test_every_select_step_matches_the_definition(
     trained: Codec, options: list[str], source: random.Random
 ) -> None:
-    table = token_trie.token_trie_of(trained).token_bytes
+    table = token_sets.token_trie_of(trained).token_bytes
     found = SelectFilter(None, trained, options)
     raw = b""
     while True:
@@ -213,7 +213,7 @@ def test_a_small_vocabulary_reaches_no_dead_end(
             if allowed is None:
                 break
             number = source.choice(sorted(allowed))
-            raw += token_trie.token_trie_of(codec).token_bytes[number]
+            raw += token_sets.token_trie_of(codec).token_bytes[number]
             made.feed(number)
             if number in end:
                 break

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from exlm.constrained import FilterStack
-from exlm.constrained import bitmask as bits
+from exlm.constrained import FilterStack, token_sets
 from exlm.tokenizer.codec import Codec, ConfigTokenIds
 from exlm.tokenizer.vocab import byte_to_unicode
 
@@ -80,7 +79,7 @@ def allowed_ids(stack: FilterStack) -> set[int]:
     """The tokens allowed now."""
     mask = stack.allowed().mask
     assert mask is not None
-    return set(bits.to_ids(mask).tolist())
+    return set(token_sets.bitmask_ids(mask).tolist())
 
 
 Choose = Callable[[list[int], int], int]
@@ -93,7 +92,7 @@ def run_stack(stack: FilterStack, choose: Choose, limit: int = 400) -> tuple[lis
     while len(ids) < limit:
         allowed = stack.allowed()
         assert allowed.mask is not None
-        allowed_now = bits.to_ids(allowed.mask).tolist()
+        allowed_now = token_sets.bitmask_ids(allowed.mask).tolist()
         if allowed.forced_id is not None:
             assert allowed_now == [allowed.forced_id]
         token_id = allowed.forced_id if allowed.forced_id is not None else choose(allowed_now, len(ids))

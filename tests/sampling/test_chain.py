@@ -23,7 +23,7 @@ from exlm.sampler_chain import (
     step_params,
 )
 from exlm.sampling import Settings
-from exlm.sampling.params import RULE_STEPS
+from exlm.sampling.settings import RULE_STEPS
 from exlm.sampling.steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES
 from tests.sampling.random_inputs import neutral
 

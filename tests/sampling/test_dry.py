@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exlm.sampling.dry import DryIndex, DryRule
+from exlm.sampling.penalties import DryIndex, DryRule
 from tests.sampling import oracle
 from tests.sampling.random_inputs import neutral
 

@@ -6,11 +6,11 @@ knows the tokenizer and no model; applying the mask is the sampler's task. `gene
 package import it.
 """
 
-from .bitmask import Bitmask
 from .filter import Filter, MaskFilter
 from .grammar import GrammarFilter, JsonSchemaFilter, RegexFilter
 from .literals import PrefixFilter, SelectFilter
 from .stack import AllowedTokens, FilterStack, FilterThreadPool
+from .token_sets import Bitmask
 
 __all__ = [
     "AllowedTokens",

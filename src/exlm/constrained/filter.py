@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import torch
 
 from ..errors import InputError
-from .bitmask import Bitmask, to_ids
-from .token_trie import codec_of
+from .token_sets import Bitmask, bitmask_ids, codec_of
 
 HealingPrefix: TypeAlias = str | Sequence[str] | None
 """With token healing, the end of the prompt, which the first token repeats; else None or an empty text."""
@@ -138,7 +137,7 @@ class MaskFilter(Filter):
     def next(self) -> tuple[set[int] | None, set[int]]:
         """The allowed tokens and the end tokens of this step, as sets."""
         mask, end_ids = self.next_mask()
-        return None if mask is None else set(to_ids(mask).tolist()), set(end_ids)
+        return None if mask is None else set(bitmask_ids(mask).tolist()), set(end_ids)
 
 
 def prefix_text(prefix: HealingPrefix) -> str:

@@ -3,39 +3,50 @@
 A filter compiles its grammar when it is created, and refuses what it cannot enforce. It allows the tokens
 that keep the text valid. Once the text is complete, EOS is allowed as well and ends the generation; where
 nothing can follow, only EOS is allowed.
+
+Compiling an untrusted grammar can crash or never end. So the `GrammarSandbox` compiles each grammar first in
+a subprocess (`grammar_sandbox_worker`) with limits of time, memory and stack. A grammar that compiles within
+them is remembered by its digest and may be compiled in this process.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import importlib.util
 import json
+import subprocess
+import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..errors import InputError, MissingExtra
 from ..tokenizer import Codec
 from ..tokenizer.backend import TokenizerBackend
-from .bitmask import contains, num_words
 from .filter import FilterMask, HealingPrefix, MaskFilter, prefix_text
-from .grammar_sandbox import (
-    INSTALL_HINT,
-    MAX_GRAMMAR_SIZE,
-    PARSER_LIMITS,
-    GrammarRequest,
-    GrammarSandbox,
-    one_line,
-)
-from .token_trie import TokenTrie, token_trie_of
+from .token_sets import TokenTrie, bitmask_contains, cached_per_codec, num_bitmask_words, token_trie_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+INSTALL_HINT = "Grammar, JSON schema and regex filters need llguidance: pip install 'exlm[grammar]'"
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,100}"
 """Whitespace between JSON tokens: what JSON allows, but bounded, because small models may never stop it."""
+
+PARSER_LIMITS = {"max_lexer_states": 100_000, "verbose_errors": False}
+"""Limits of every matcher; llguidance's defaults for the rest bound a step to some tens of milliseconds."""
+
+SANDBOX_WORKER = Path(__file__).with_name("grammar_sandbox_worker.py")
+COMPILE_SECONDS = 0.3  # a grammar is compiled twice more, for the filter and for its job: one second in all
+START_SECONDS = 30.0  # for starting the subprocess on a loaded machine
+MAX_GRAMMAR_SIZE = 1 << 20  # bytes
+MAX_ACCEPTED = 4096  # grammars whose digests are remembered
+MAX_REASON_LENGTH = 600
 
 
 class _LlguidanceFilter(MaskFilter):
@@ -46,7 +57,7 @@ class _LlguidanceFilter(MaskFilter):
         self._source = {"name": "main", **source}
         self._kind = kind
         grammar = _grammar_json([self._source], kind)
-        _SANDBOX.check(GrammarRequest(grammar, self.codec.size, dict(self.codec.special_texts)), kind)
+        _SANDBOX.check(grammar, self.codec, kind)
         self._prefix = ""
         self._matcher = _compile_matcher(self.codec, grammar, kind)
         self.next_mask()
@@ -84,12 +95,12 @@ class _LlguidanceFilter(MaskFilter):
 
     def next_mask(self) -> FilterMask:
         """The tokens that keep the text valid; every allowed EOS ends the generation."""
-        words = np.zeros(num_words(self.codec.size), np.int32)
+        words = np.zeros(num_bitmask_words(self.codec.size), np.int32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             reason = one_line(self._matcher.get_error()).rstrip(".")
             raise InputError(f"{type(self).__name__} cannot go on: {reason}. Simplify the {self._kind}.")
-        return FilterMask(words, frozenset(n for n in self.codec.eos_ids if contains(words, n)))
+        return FilterMask(words, frozenset(n for n in self.codec.eos_ids if bitmask_contains(words, n)))
 
     def clone(self, c: Any = None) -> Any:
         """A copy in the same state with a matcher of its own, which shares the lexer."""
@@ -186,37 +197,96 @@ class _LlguidanceVocabulary:
         return ids
 
 
-class _LlguidanceTokenizers:
-    """One llguidance tokenizer for each vocabulary in use."""
+@cached_per_codec
+def _llguidance_tokenizer(codec: Codec) -> LLTokenizer:
+    """The vocabulary as llguidance reads it."""
+    if not codec.eos_ids:
+        raise InputError("The tokenizer has no EOS token, so nothing could end an answer that is complete.")
+    library = _llguidance()
+    vocabulary = library.TokenizerWrapper(_LlguidanceVocabulary(codec, token_trie_of(codec)))
+    tokenizer: LLTokenizer = library.LLTokenizer(vocabulary, eos_token=list(codec.eos_ids))
+    return tokenizer
+
+
+class GrammarSandbox:
+    """Compiles grammars in a subprocess, and remembers those that passed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._built: WeakKeyDictionary[Codec, LLTokenizer] = WeakKeyDictionary()
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
-    def get(self, codec: Codec) -> LLTokenizer:
-        if not codec.eos_ids:
+    def check(self, grammar: str, codec: Codec, kind: str) -> None:
+        """Raise InputError for a grammar that is too large, invalid or too slow; errors call it `kind`."""
+        if (size := len(grammar.encode())) > MAX_GRAMMAR_SIZE:
             raise InputError(
-                "The tokenizer has no EOS token, so nothing could end an answer that is complete."
+                f"The {kind} is too large: {size:,} bytes, at most {MAX_GRAMMAR_SIZE:,} are taken."
             )
+        found = importlib.util.find_spec("llguidance")
+        if found is None or found.origin is None:
+            raise MissingExtra(INSTALL_HINT)
+        request = {
+            "grammar": grammar,
+            "size": codec.size,
+            "special": dict(codec.special_texts),
+            "path": str(Path(found.origin).parent.parent),
+            "limits": PARSER_LIMITS,
+            "seconds": COMPILE_SECONDS,
+            "max_reason_length": MAX_REASON_LENGTH,
+        }
+        message = json.dumps(request).encode("ascii")
+        digest = hashlib.blake2b(message, digest_size=16).digest()
         with self._lock:
-            found = self._built.get(codec)
-            if found is None:
-                library = _llguidance()
-                vocabulary = library.TokenizerWrapper(_LlguidanceVocabulary(codec, token_trie_of(codec)))
-                found = library.LLTokenizer(vocabulary, eos_token=list(codec.eos_ids))
-                self._built[codec] = found
-            return found
+            if digest in self._accepted:
+                self._accepted.move_to_end(digest)
+                return
+        _compile_in_worker(message, kind)
+        with self._lock:
+            self._accepted[digest] = None
+            while len(self._accepted) > MAX_ACCEPTED:
+                self._accepted.popitem(last=False)
 
 
 _SANDBOX = GrammarSandbox()
-_TOKENIZERS = _LlguidanceTokenizers()
+
+
+def _compile_in_worker(request: bytes, kind: str) -> None:
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-I", "-S", str(SANDBOX_WORKER)],
+            input=request,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=START_SECONDS + COMPILE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"The process that compiles a {kind} did not start: {error}") from None
+    started, _, reply = ran.stdout.decode("utf-8", "replace").partition(" ")
+    if not started:
+        raise InputError(f"The process that compiles a {kind} did not start: exit status {ran.returncode}.")
+    if reply.startswith("bad "):
+        raise InputError(f"The {kind} is invalid: {one_line(reply.removeprefix('bad '))}")
+    if reply != "good":
+        reason = (
+            f"takes longer than {COMPILE_SECONDS} s"
+            if ran.returncode == 1
+            else "needs too much memory or nests too deep"
+        )
+        raise InputError(f"The {kind} is too complex: compiling it {reason}. Make it smaller or less nested.")
+
+
+def one_line(message: str) -> str:
+    """A message of llguidance on one line, truncated to MAX_REASON_LENGTH."""
+    text = " ".join(message.replace("<non-verbose/>", "").split())
+    if text.startswith("NoExtension"):
+        return "it matches no text at all."
+    return text if len(text) <= MAX_REASON_LENGTH else text[:MAX_REASON_LENGTH] + " …"
 
 
 def _compile_matcher(codec: Codec, grammar: str, kind: str) -> LLMatcher:
     """A matcher at the start of its grammar."""
     library = _llguidance()
     limits = library.LLParserLimits(**PARSER_LIMITS)
-    matcher: LLMatcher = library.LLMatcher(_TOKENIZERS.get(codec), grammar, log_level=0, limits=limits)
+    matcher: LLMatcher = library.LLMatcher(_llguidance_tokenizer(codec), grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise InputError(f"The {kind} is invalid: {one_line(matcher.get_error())}")
     return matcher

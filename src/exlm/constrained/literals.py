@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import InputError
-from .bitmask import Bitmask, from_ids
 from .filter import FilterMask, HealingPrefix, MaskFilter, prefix_text
-from .token_trie import TokenTrie, token_trie_of
+from .token_sets import Bitmask, TokenTrie, bitmask_from_ids, token_trie_of
 
 MAX_CHARACTERS = 1 << 18
 
@@ -105,7 +104,7 @@ class ByteDfa:
         """The tokens of these transitions and `extra_ids`, as a set."""
         size = self.trie.size
         valid_ids = np.array([token_id for token_id in extra_ids if 0 <= token_id < size], np.int64)
-        return from_ids(
+        return bitmask_from_ids(
             np.concatenate([valid_ids, *(self.trie.ids_in_range(low, high) for low, high, _ in transitions)]),
             size,
         )

@@ -21,19 +21,19 @@ from numpy.typing import NDArray
 
 from ..errors import ExlmError, InputError
 from ..tokenizer import Codec
-from .bitmask import (
+from .filter import FilterMask, HealingPrefix, MaskFilter
+from .token_sets import (
     BITS_PER_WORD,
     Bitmask,
-    contains,
-    count_ids,
-    from_bools,
-    from_id,
-    from_ids,
-    resize_to,
-    to_ids,
+    bitmask_contains,
+    bitmask_count,
+    bitmask_from_bools,
+    bitmask_from_id,
+    bitmask_from_ids,
+    bitmask_ids,
+    codec_of,
+    resize_bitmask,
 )
-from .filter import FilterMask, HealingPrefix, MaskFilter
-from .token_trie import codec_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -173,29 +173,29 @@ class FilterStack:
         mask: Bitmask | None = None
         for answer in answers:
             if answer.mask is not None:
-                words = resize_to(answer.mask, self._width)
+                words = resize_bitmask(answer.mask, self._width)
                 mask = words if mask is None else mask & words
         if mask is None:
             return AllowedTokens(None, end_ids)
-        num_allowed = count_ids(mask)
+        num_allowed = bitmask_count(mask)
         if not num_allowed:
             raise InputError(self._no_token_message(answers))
         forced_id = self._forced_token(mask, num_allowed)
         if forced_id is None:
             return AllowedTokens(mask, end_ids)
         ends = end_ids | {forced_id} if forced_id in self._eos else end_ids
-        return AllowedTokens(from_id(forced_id, self._width), ends, forced_id)
+        return AllowedTokens(bitmask_from_id(forced_id, self._width), ends, forced_id)
 
     def _forced_token(self, mask: Bitmask, num_allowed: int) -> int | None:
         """The only allowed token, or EOS where it is preferred; None where the model chooses."""
-        eos = [number for number in self._eos if contains(mask, number)]
+        eos = [number for number in self._eos if bitmask_contains(mask, number)]
         if eos and (self.prefer_eos or num_allowed == len(eos)):
             return eos[0]
-        return int(to_ids(mask)[0]) if num_allowed == 1 else None
+        return int(bitmask_ids(mask)[0]) if num_allowed == 1 else None
 
     def _no_token_message(self, answers: list[FilterMask]) -> str:
         counts = [
-            (member.name, count_ids(resize_to(answer.mask, self._width)))
+            (member.name, bitmask_count(resize_bitmask(answer.mask, self._width)))
             for member, answer in zip(self._filters, answers, strict=True)
             if answer.mask is not None
         ]
@@ -312,7 +312,7 @@ class _ExternalFilter:
                 f"The filter {self.name} masked {len(is_allowed)} logits, found {self._width} to mask."
             )
         is_allowed[self._tokenizer_size :] = False
-        return FilterMask(from_bools(is_allowed.numpy()))
+        return FilterMask(bitmask_from_bools(is_allowed.numpy()))
 
     def _mask_from_ids(self) -> FilterMask:
         with self._naming_errors("next"):
@@ -324,7 +324,7 @@ class _ExternalFilter:
         if getattr(allowed, "use_bitmask", False):
             return FilterMask(np.asarray(allowed.allowed_tokens, np.int32).copy(), end_ids)
         token_ids = self._checked_ids(getattr(allowed, "allowed_tokens", allowed))
-        return FilterMask(from_ids(token_ids, max(self._width, self._tokenizer_size)), end_ids)
+        return FilterMask(bitmask_from_ids(token_ids, max(self._width, self._tokenizer_size)), end_ids)
 
     def _checked_ids(self, given: Any) -> NDArray[np.int64]:
         """Any collection of ids as an array; ids beyond both vocabularies are an error."""
@@ -361,7 +361,7 @@ def _without(answer: FilterMask, ids: NDArray[np.int64]) -> FilterMask:
     """The mask without these tokens, unless that leaves none."""
     assert answer.mask is not None
     width = BITS_PER_WORD * len(answer.mask)
-    others = answer.mask & ~from_ids(ids[(ids >= 0) & (ids < width)], width)
+    others = answer.mask & ~bitmask_from_ids(ids[(ids >= 0) & (ids < width)], width)
     return FilterMask(others, answer.end_ids) if others.any() else answer
 
 

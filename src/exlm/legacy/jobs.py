@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any
 
-from ..constrained.bitmask import contains
+from ..constrained.token_sets import bitmask_contains
 from ..errors import InputError
 from ..generator import Job
 from ..generator.job import TokenizerLike
@@ -30,7 +30,9 @@ class LegacyJob(Job):
                 self._filters_started = True
             mask = self.filter_stack.allowed().mask
             if mask is not None:
-                request.allowed = [token for token in self._healing_candidates if contains(mask, token)]
+                request.allowed = [
+                    token for token in self._healing_candidates if bitmask_contains(mask, token)
+                ]
         return request
 
 

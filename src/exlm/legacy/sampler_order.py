@@ -26,10 +26,15 @@ from .. import sampling
 from ..errors import BadLogits, InputError
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, THRESHOLD_TOLERANCE
 from ..sampling import SamplerState, SamplingRequest, Settings
-from ..sampling.candidates import batch_params, block_maxima, stable_sort_descending
-from ..sampling.draw import DrawnTokens, greedy_output, pad_top_tokens
+from ..sampling.candidates import (
+    DrawnTokens,
+    batch_params,
+    block_maxima,
+    greedy_output,
+    pad_top_tokens,
+    stable_sort_descending,
+)
 from ..sampling.logits_processors import apply_allowed, apply_edits, check_bias, compute_edits, mix_logits
-from ..sampling.params import CompiledSettings
 from ..sampling.request import FAILURE_MESSAGES
 from ..sampling.rng import uniform
 from ..sampling.sampler import (
@@ -40,6 +45,7 @@ from ..sampling.sampler import (
     task_group,
     update_states,
 )
+from ..sampling.settings import CompiledSettings
 from ..sampling.vocabulary import SamplerVocabulary
 
 MAX_SORTED_TOP_K = 500  # up to this k the old library left the candidates of top-k sorted

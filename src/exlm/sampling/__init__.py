@@ -6,10 +6,9 @@ or of models; generator, model, llm, legacy and bench import it.
 """
 
 from .hooks import PostSamplingHook, PostSamplingResult, call_hooks
-from .request import SamplerOutput, SamplingRequest
+from .request import SamplerOutput, SamplerState, SamplingRequest
 from .sampler import PendingOutput, Sampler
 from .settings import Settings
-from .state import SamplerState
 
 __all__ = [
     "PendingOutput",

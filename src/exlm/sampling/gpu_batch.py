@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
 from ..kernels.triton_launch import raw_stream
 from ..sampler_chain import STATEFUL_STEPS
-from .draw import DrawnTokens
+from .candidates import DrawnTokens
 from .gpu_kernels import (
     HostTokens,
     KernelOutput,
@@ -37,11 +37,9 @@ from .gpu_kernels import (
     variant_of,
 )
 from .logits_processors import check_bias
-from .params import CompiledSettings
 from .penalties import PenaltyRule
-from .request import SamplingRequest
-from .settings import VERSION_STAMPS
-from .state import SamplerState, StateRecord, StepState
+from .request import SamplerState, SamplingRequest, StateRecord, StepState
+from .settings import VERSION_STAMPS, CompiledSettings
 from .vocabulary import SamplerVocabulary
 
 MIN_COUNTS_CAPACITY = 256

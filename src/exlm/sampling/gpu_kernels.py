@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..kernels.sampling_layout import MAX_TILES, MAX_VOCAB, VOCAB_BLOCK
 from ..kernels.triton_launch import KernelLaunch, TritonKernel, cuda_driver
-from .draw import top_tokens_of
-from .params import CompiledSettings
+from .candidates import top_tokens_of
+from .settings import CompiledSettings
 
 SORT_SIZES = (
     128,

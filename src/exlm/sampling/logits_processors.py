@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.sampling_layout import BLOCKED_LOGIT
-from .params import CompiledSettings
 from .penalties import PenaltyRule, PenaltyTerms, apply_penalties
 from .request import SamplingRequest
+from .settings import CompiledSettings
 from .vocabulary import SamplerVocabulary
 
 

@@ -1,7 +1,12 @@
-"""What the sampler is given and what it gives back: `SamplingRequest` and `SamplerOutput`.
+"""What the sampler is given for a row, and what it gives back.
 
-A row that cannot be sampled does not affect the others: its token is a negative number that says what is
-wrong, so the host need not wait for the device to find out.
+A `SamplingRequest` asks for one token of one text. It names the settings, and the `SamplerState` of the job:
+the text so far, its random numbers, the states of stateful steps and the tokens that repeat. Every job has
+its own `SamplerState`, so settings may be shared. It follows the job's text: tokens that were appended are
+taken over when they are needed, and `truncate` takes them back.
+
+A row that cannot be sampled does not affect the others: its token in the `SamplerOutput` is a negative number
+that says what is wrong, so the host need not wait for the device to find out.
 """
 
 from __future__ import annotations
@@ -9,12 +14,171 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ..errors import BadLogits
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED
+from .penalties import DryIndex, DryRule, PenaltyRule, PenaltyTerms, PenaltyWindow
+from .rng import PhiloxStream, check_seed
 from .settings import VERSION_STAMPS, Settings
-from .state import SamplerState
+
+STATE_HISTORY_LENGTH = 256  # how many tokens a rewind can go back
+
+StateRecord = tuple[int, Tensor, int]
+"""A position, and the state that its token led to: a tensor (n,) and the index in it."""
+
+
+class StepState:
+    """The state of one stateful step of one text: a number for each position, which stays on its device."""
+
+    def __init__(self) -> None:
+        self.records: list[StateRecord] = []
+        """By ascending position; always the same list, changed by the methods below alone."""
+        self.initial: float | None = None
+        """The state before the first token, if it is not the step's own."""
+
+    def latest(self) -> float | None:
+        """The state now; None before the first token."""
+        if self.records:
+            _, values, index = self.records[-1]
+            return float(values[index])
+        return self.initial
+
+    def record_before(self, position: int) -> StateRecord | None:
+        """The record of the last token before a position; None if there is none."""
+        for record in reversed(self.records):
+            if record[0] < position:
+                return record
+        return None
+
+    def at(self, position: int, initial: float, device: torch.device) -> Tensor:
+        """The state for the token at a position, as a float64 scalar; before any token, `initial`."""
+        record = self.record_before(position)
+        if record is None:
+            value = self.initial or initial
+            return torch.full((), value, dtype=torch.float64, device=device)
+        _, values, index = record
+        return values[index].to(device, non_blocking=True)
+
+    def record(self, position: int, values: Tensor, index: int) -> StateRecord:
+        """Remember the state that the token at a position led to: one of some states (n,)."""
+        records, record = self.records, (position, values, index)
+        if records and records[-1][0] >= position:
+            self.truncate(position)
+        records.append(record)
+        if len(records) > 2 * STATE_HISTORY_LENGTH:
+            del records[:STATE_HISTORY_LENGTH]
+        return record
+
+    def truncate(self, position: int) -> None:
+        """Forget what the tokens from a position on led to."""
+        while self.records and self.records[-1][0] >= position:
+            self.records.pop()
+
+
+class SamplerState:
+    """What the sampler remembers of one text."""
+
+    def __init__(
+        self, settings: Settings | None = None, seed: int | None = None, prompt_ids: Sequence[int] = ()
+    ) -> None:
+        """A state for a text that begins with `prompt_ids`. A seed of None is a fresh one (see `seed`).
+
+        Of the settings only a `mirostat_mu` to start from is used.
+        """
+        self.seed = check_seed(seed)
+        self._signed_seed = (self.seed + 2**63) % 2**64 - 2**63
+        self.history: list[int] = list(prompt_ids)
+        """The text; always the same list, changed by the methods below alone."""
+        self.rewind_count = 0
+        self.version_stamp = VERSION_STAMPS.new_stamp()
+        """A new one after every change but appended tokens, drawn numbers and recorded states of steps."""
+        self.last_drawn_position = -1
+        """The last position that a random number was drawn for."""
+        self._random_numbers = PhiloxStream(self.seed)
+        self._penalty_window: PenaltyWindow | None = None
+        self._dry_index: DryIndex | None = None
+        self._step_states: dict[str, StepState] = {}
+        if settings is not None and settings.mirostat_mu:
+            self.mirostat_mu = settings.mirostat_mu[0]
+
+    def __len__(self) -> int:
+        return len(self.history)
+
+    def accept(self, token: int) -> None:
+        """The text grew by a token."""
+        self.history.append(token)
+
+    def sync_history(self, ids: Sequence[int]) -> None:
+        """Take over what was appended to the text since; a text that became shorter was rewound."""
+        if len(ids) < len(self.history):
+            self.truncate(len(ids))
+        elif len(ids) > len(self.history):
+            self.history.extend(ids[len(self.history) :])
+
+    def truncate(self, length: int) -> None:
+        """Take back every token from this position on.
+
+        What is sampled next uses fresh random numbers: those of the rejected tokens are what got them chosen.
+        """
+        if length <= self.last_drawn_position:
+            self.rewind_count += 1
+            self.last_drawn_position = length - 1
+        for state in self._step_states.values():
+            state.truncate(length)
+        if self._penalty_window is not None:
+            self._penalty_window.truncate(self.history, length)
+        if self._dry_index is not None:
+            self._dry_index.truncate(length)
+        del self.history[length:]
+        self.version_stamp = VERSION_STAMPS.new_stamp()
+
+    def uniform(self, position: int) -> float:
+        """The random number in [0, 1) for the token at a position; asked again, the same one."""
+        if position > self.last_drawn_position:
+            self.last_drawn_position = position
+        return self._random_numbers.at(position, self.rewind_count)
+
+    def philox_words(self) -> tuple[int, int]:
+        """Seed and rewind count as signed 64-bit words, from which `uniform` computes with the position.
+
+        Code that computes it elsewhere must set `last_drawn_position`.
+        """
+        return self._signed_seed, self.rewind_count
+
+    def penalty_terms(self, rule: PenaltyRule) -> PenaltyTerms:
+        """The tokens of the text that a penalty rule is about."""
+        if self._penalty_window is None:
+            self._penalty_window = PenaltyWindow()
+        return self._penalty_window.terms(self.history, rule)
+
+    def dry_costs(self, rule: DryRule, breaker_ids: Collection[int], vocab_size: int) -> dict[int, float]:
+        """What DRY takes off which tokens."""
+        if self._dry_index is None:
+            self._dry_index = DryIndex()
+        self._dry_index.extend(self.history[len(self._dry_index) :])
+        return self._dry_index.token_costs(rule, breaker_ids, vocab_size)
+
+    def step_state(self, step: str) -> StepState:
+        """The state of a stateful step; always the same object."""
+        state = self._step_states.get(step)
+        if state is None:
+            state = self._step_states[step] = StepState()
+        return state
+
+    @property
+    def mirostat_mu(self) -> float | None:
+        """Mirostat's target now; None before the first token."""
+        return self.step_state("mirostat").latest()
+
+    @mirostat_mu.setter
+    def mirostat_mu(self, mu: float | None) -> None:
+        state = self.step_state("mirostat")
+        state.truncate(0)
+        state.initial = float(mu or 0.0) or None
+        self.version_stamp = VERSION_STAMPS.new_stamp()
+
 
 FAILURE_MESSAGES = {
     NO_TOKEN_ALLOWED: (

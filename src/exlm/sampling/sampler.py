@@ -24,21 +24,23 @@ from .candidates import (
     STEPS_NEEDING_SORT,
     BatchParams,
     Candidates,
+    DrawnTokens,
     all_candidates_in_chunks,
     batch_params,
     block_maxima,
     candidates_above_floor,
+    draw_from_candidates,
+    draw_from_full_vocab,
     floor_needs_total,
+    greedy_output,
     log_prob_floor,
     top_k_candidates,
 )
-from .draw import DrawnTokens, draw_from_candidates, draw_from_full_vocab, greedy_output
 from .gpu_batch import GpuSampler
 from .gpu_kernels import HostTokens, copy_to_host
 from .logits_processors import NO_EDITS, LogitsEdits, apply_edits, check_bias, compute_edits, mix_logits
-from .params import CompiledSettings
 from .request import SamplerOutput, SamplingRequest
-from .settings import Settings
+from .settings import CompiledSettings, Settings
 from .steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES, StepRows, Task, TaskGroup
 from .vocabulary import SamplerTokenizer, SamplerVocabulary
 

@@ -24,8 +24,8 @@ from ..kernels.sampling_layout import (
 )
 from ..sampler_chain import STATEFUL_STEPS
 from .candidates import BatchParams, Candidates
-from .params import CompiledSettings
 from .request import SamplingRequest
+from .settings import CompiledSettings
 from .vocabulary import SamplerVocabulary
 
 
