@@ -22,7 +22,7 @@ from .families.config_attributes import ConfigAttributes
 from .families.config_reader import MAX_VOCAB
 from .families.gguf import config_from_metadata
 from .families.overrides import Overrides, apply_overrides, primary_rope
-from .formats.gptq_config import GptqConfig
+from .formats.quantization_config import QuantizationConfig
 from .memory import memory_errors
 
 DEFAULT_CHUNK_SIZE = 2048
@@ -49,7 +49,7 @@ class FrozenConfig:
     device: str | None
     dtype: str | None
     stored_dtype: str | None
-    quantization: GptqConfig | None = None
+    quantization: QuantizationConfig | None = None
 
 
 class Config(ConfigAttributes):
@@ -276,7 +276,7 @@ class Config(ConfigAttributes):
     def _config_reader(self) -> ConfigReader:
         return ConfigReader(self._config_json)
 
-    def _read_quantization(self) -> GptqConfig | None:
+    def _read_quantization(self) -> QuantizationConfig | None:
         """The GPTQ or AWQ configuration in config.json, or in the file that older versions wrote for it."""
         folder = self._resolve_path()
         raw, source = (
@@ -290,7 +290,7 @@ class Config(ConfigAttributes):
             raw, source = awq_config, str(awq)  # by AutoAWQ; other programs use the name too
         if not isinstance(raw, Mapping) or raw.get("quant_method") == "exl2":
             return None
-        return GptqConfig.from_json(raw, source)
+        return QuantizationConfig.from_json(raw, source)
 
     def _token_ids(self, key: str) -> list[int]:
         return _id_list(ConfigReader(self._config_json).get(key))

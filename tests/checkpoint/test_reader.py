@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from exlm.checkpoint import SafetensorsCheckpoint, cast_copy
 from exlm.errors import BadFile, BadTensor, MissingTensor, Unsupported
 from exlm.formats import DenseWeight
-from exlm.formats.gptq_config import GptqConfig
+from exlm.formats.quantization_config import QuantizationConfig
 from exlm.spec.tensor_names import LAYER_PREFIX, KeyRename, RowRange, TensorLocation, TensorNames
 from tests.checkpoint.checkpoint_helpers import FLOATS, Q, open_checkpoint, read_tensor, read_weight
 from tests.checkpoint.safetensors_bytes import same_bits, write_index, write_safetensors
@@ -332,7 +332,9 @@ class TestQuantised:
         write_safetensors(
             tmp_path, {f"{Q}.{name}": torch.ones(size, dtype=torch.int32) for name, size in shapes.items()}
         )
-        checkpoint = SafetensorsCheckpoint.open(tmp_path, TensorNames(), GptqConfig(bits if told else None))
+        checkpoint = SafetensorsCheckpoint.open(
+            tmp_path, TensorNames(), QuantizationConfig(bits if told else None)
+        )
         assert checkpoint.describe("layers.0.attn.q")[0] == f"gptq {bits} bit, groups of 32"
 
     def test_quantised_tensors_are_preferred_to_floats(self, tmp_path: Path) -> None:

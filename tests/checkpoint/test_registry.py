@@ -13,10 +13,9 @@ from exlm.checkpoint import reader
 from exlm.errors import BadTensor, Unsupported
 from exlm.formats import PackedWeight, PlainScales, Segment
 from exlm.formats.bits import pack
-from exlm.formats.gptq_config import GptqConfig
-from exlm.formats.registry import DENSE, FORMATS
+from exlm.formats.quantization_config import QuantizationConfig
+from exlm.formats.registry import DENSE, FORMATS, MatrixFormat
 from exlm.formats.validation import require_tensor
-from exlm.formats.weight_format import WeightFormat
 from tests.checkpoint.checkpoint_helpers import CPU, Q, open_checkpoint
 
 
@@ -26,9 +25,9 @@ def read_int8(
     out_features: int,
     bias: Tensor | None,
     where: str,
-    _config: GptqConfig,
+    _config: QuantizationConfig,
 ) -> PackedWeight:
-    """A made-up format: `codes` (outputs, inputs) uint8 with a zero point of 128, a scale per output."""
+    """A format of this test: `codes` (outputs, inputs) uint8 with a zero point of 128, a scale per output."""
     codes = require_tensor(tensors, "codes", where, (torch.uint8,), (out_features, in_features))
     scale = require_tensor(tensors, "scale", where, (torch.float16,), (out_features,))
     segment = Segment(8, (in_features,), pack(codes.T, 8), PlainScales(scale[None]), 128)
@@ -36,14 +35,14 @@ def read_int8(
 
 
 def describe_int8(
-    shapes: Mapping[str, tuple[int, ...]], read_tensor: Callable[[str], Tensor], _config: GptqConfig
+    shapes: Mapping[str, tuple[int, ...]], read_tensor: Callable[[str], Tensor], _config: QuantizationConfig
 ) -> str:
     """`int8 2 x 4`, with the shape of the codes."""
     assert read_tensor("scale").dim() == 1
     return f"int8 {' x '.join(map(str, shapes['codes']))}"
 
 
-INT8 = WeightFormat("int8", "codes", ("codes", "scale"), read_int8, describe_int8)
+INT8 = MatrixFormat("int8", "codes", ("codes", "scale"), read_int8, describe_int8)
 
 
 def int8_tensors(outputs: int, inputs: int) -> dict[str, Tensor]:
@@ -75,7 +74,7 @@ def test_without_the_entry_it_is_not_found(tmp_path: Path) -> None:
 def test_a_format_without_a_reader_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "FORMATS", (WeightFormat("INT8", "codes"), *FORMATS))
+    monkeypatch.setattr(reader, "FORMATS", (MatrixFormat("INT8", "codes"), *FORMATS))
     checkpoint = open_checkpoint(tmp_path, int8_tensors(2, 4))
     assert checkpoint.describe("layers.0.attn.q")[0] == "INT8"
     with pytest.raises(

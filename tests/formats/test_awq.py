@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exlm.errors import BadTensor, CheckpointError, MissingTensor, Unsupported
 from exlm.formats import awq, gptq
-from exlm.formats.gptq import GptqConfig
+from exlm.formats.gptq import QuantizationConfig
 from tests.formats import oracles
 from tests.formats.corrupt_tensors import Corruption, drop_tensor, replace_number, replace_tensor
 from tests.formats.oracles import Tensors, random_scales, random_words
@@ -20,12 +20,12 @@ from tests.formats.oracles import Tensors, random_scales, random_words
 WHERE = "layers.0.q in model.safetensors"
 
 
-def config(group_size: int | None = None, bits: int | None = 4) -> GptqConfig:
+def awq_config(group_size: int | None = None, bits: int | None = 4) -> QuantizationConfig:
     """AWQ's."""
-    return GptqConfig(bits, group_size, checkpoint_format="gemm")
+    return QuantizationConfig(bits, group_size, checkpoint_format="gemm")
 
 
-def made(inputs: int, outputs: int, groups: int) -> Tensors:
+def random_awq_tensors(inputs: int, outputs: int, groups: int) -> Tensors:
     """Random tensors."""
     return {
         "qweight": random_words(inputs, outputs // 8),
@@ -38,16 +38,18 @@ def made(inputs: int, outputs: int, groups: int) -> Tensors:
     size=st.integers(1, 40),
     inputs=st.integers(1, 70),
     words=st.integers(1, 3),
-    told=st.booleans(),
+    size_in_config=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_read_equals_the_slow_decoder(size: int, inputs: int, words: int, told: bool, seed: int) -> None:
+def test_read_equals_the_slow_decoder(
+    size: int, inputs: int, words: int, size_in_config: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
-    if not told:  # inferred group sizes are powers of two
+    if not size_in_config:  # inferred group sizes are powers of two
         size = 1 << (size % 6)
         inputs = -(-inputs // size) * size
-    tensors = made(inputs, 8 * words, -(-inputs // size))
-    weight = awq.read(tensors, inputs, 8 * words, None, WHERE, config(size if told else None))
+    tensors = random_awq_tensors(inputs, 8 * words, -(-inputs // size))
+    weight = awq.read(tensors, inputs, 8 * words, None, WHERE, awq_config(size if size_in_config else None))
     assert weight.format_name == "awq"
     assert torch.equal(weight.dequantize(), oracles.awq(tensors, size))
 
@@ -59,43 +61,45 @@ def test_column_order() -> None:
         "qzeros": torch.zeros(1, 1, dtype=torch.int32),
         "scales": torch.ones(1, 8, dtype=torch.float16),
     }
-    weight = awq.read(tensors, 2, 8, None, WHERE, config(2))
+    weight = awq.read(tensors, 2, 8, None, WHERE, awq_config(2))
     assert weight.dequantize().tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
     tensors["qzeros"] = tensors["qweight"][:1]
-    zero = awq.read(tensors, 2, 8, None, WHERE, config(2)).segments[0].zero
+    zero = awq.read(tensors, 2, 8, None, WHERE, awq_config(2)).segments[0].zero
     assert isinstance(zero, Tensor)
     assert zero.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
 def test_one_group_for_all_inputs() -> None:
-    assert awq.read(made(96, 8, 1), 96, 8, None, WHERE, config(-1)).segments[0].group_sizes == (96,)
+    assert awq.read(random_awq_tensors(96, 8, 1), 96, 8, None, WHERE, awq_config(-1)).segments[
+        0
+    ].group_sizes == (96,)
 
 
 def test_a_shared_zero_point_is_one_number() -> None:
-    tensors = made(64, 16, 2)
+    tensors = random_awq_tensors(64, 16, 2)
     tensors["qzeros"].fill_(0x88888888 - 2**32)
-    assert awq.read(tensors, 64, 16, None, WHERE, config(32)).segments[0].zero == 8
+    assert awq.read(tensors, 64, 16, None, WHERE, awq_config(32)).segments[0].zero == 8
 
 
 def test_a_bias_of_zeros_is_dropped() -> None:
-    assert awq.read(made(64, 8, 1), 64, 8, torch.zeros(8), WHERE, config()).bias is None
+    assert awq.read(random_awq_tensors(64, 8, 1), 64, 8, torch.zeros(8), WHERE, awq_config()).bias is None
     bias = torch.arange(8)
-    assert awq.read(made(64, 8, 1), 64, 8, bias.half(), WHERE, config()).bias is not None
+    assert awq.read(random_awq_tensors(64, 8, 1), 64, 8, bias.half(), WHERE, awq_config()).bias is not None
     with pytest.raises(BadTensor, match="bias"):
-        awq.read(made(64, 8, 1), 64, 8, bias, WHERE, config())
+        awq.read(random_awq_tensors(64, 8, 1), 64, 8, bias, WHERE, awq_config())
 
 
 def test_it_can_be_written_as_gptq() -> None:
-    weight = awq.read(made(64, 16, 2), 64, 16, None, WHERE, config(32))
+    weight = awq.read(random_awq_tensors(64, 16, 2), 64, 16, None, WHERE, awq_config(32))
     again = gptq.read(
-        gptq.write(weight, v2=True), 64, 16, None, WHERE, GptqConfig(4, checkpoint_format="gptq_v2")
+        gptq.write(weight, v2=True), 64, 16, None, WHERE, QuantizationConfig(4, checkpoint_format="gptq_v2")
     )
     assert torch.equal(again.dequantize(), weight.dequantize())
     with pytest.raises(Unsupported, match="zero points from 0 to 15 with 4 bits as gptq"):
         gptq.write(weight)
 
 
-LIES: dict[str, Corruption] = {
+CORRUPTIONS: dict[str, Corruption] = {
     **{f"no {name}": drop_tensor(name) for name in ("qweight", "qzeros", "scales")},
     "codes turned round": replace_tensor("qweight", lambda t: t.T),
     "codes of 64 bits": replace_tensor("qweight", lambda t: t.long()),
@@ -120,16 +124,16 @@ LIES: dict[str, Corruption] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS)
 @pytest.mark.parametrize("seed", range(5))
-def test_corrupt_tensors_are_refused(lie: Corruption, seed: int) -> None:
+def test_corrupt_tensors_are_refused(corrupt: Corruption, seed: int) -> None:
     torch.manual_seed(seed)
-    tensors = made(160, 32, 5)
-    claims = config(32, None if seed % 2 else 4)
-    assert awq.read(tensors, 160, 32, None, WHERE, claims).in_features == 160
-    lie(tensors, Random(seed))
+    tensors = random_awq_tensors(160, 32, 5)
+    config = awq_config(32, None if seed % 2 else 4)
+    assert awq.read(tensors, 160, 32, None, WHERE, config).in_features == 160
+    corrupt(tensors, Random(seed))
     with pytest.raises((BadTensor, MissingTensor), match=WHERE):
-        awq.read(tensors, 160, 32, None, WHERE, claims)
+        awq.read(tensors, 160, 32, None, WHERE, config)
 
 
 @pytest.mark.parametrize(
@@ -148,25 +152,25 @@ def test_corrupt_tensors_are_refused(lie: Corruption, seed: int) -> None:
 )
 def test_a_wrong_shape_is_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(BadTensor, match="expected"):
-        awq.read(made(160, 32, 5), *shape, None, WHERE, config())
+        awq.read(random_awq_tensors(160, 32, 5), *shape, None, WHERE, awq_config())
 
 
 @pytest.mark.parametrize("size", [-1, 16, 64, 10**15])
 def test_a_wrong_group_size_is_refused(size: int) -> None:
     with pytest.raises(BadTensor, match="scales: expected"):
-        awq.read(made(160, 32, 5), 160, 32, None, WHERE, config(size))
+        awq.read(random_awq_tensors(160, 32, 5), 160, 32, None, WHERE, awq_config(size))
 
 
-@pytest.mark.parametrize("claims", [GptqConfig(4), GptqConfig(8, checkpoint_format="gemm")])
-def test_a_config_of_another_layout_is_refused(claims: GptqConfig) -> None:
+@pytest.mark.parametrize("config", [QuantizationConfig(4), QuantizationConfig(8, checkpoint_format="gemm")])
+def test_a_config_of_another_layout_is_refused(config: QuantizationConfig) -> None:
     with pytest.raises(CheckpointError, match="expected AWQ's gemm layout of 4 bits"):
-        awq.read(made(160, 32, 5), 160, 32, None, WHERE, claims)
+        awq.read(random_awq_tensors(160, 32, 5), 160, 32, None, WHERE, config)
 
 
 @given(st.data())
 def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
-    tensors = made(64, 32, 4)
+    tensors = random_awq_tensors(64, 32, 4)
     for _ in range(data.draw(st.integers(1, 2))):
         name = data.draw(st.sampled_from(sorted(tensors)))
         dtype = data.draw(st.sampled_from([tensors[name].dtype, torch.int16, torch.int32, torch.float16]))
@@ -174,7 +178,9 @@ def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
         shape = data.draw(st.sampled_from([own, own, (), (0,), (64,), (64, 4), (2, 4), (2, 32), (4, 4, 1)]))
         tensors[name] = torch.randint(-2, 30000, shape).to(dtype)
     try:
-        weight = awq.read(tensors, 64, 32, None, WHERE, config(data.draw(st.sampled_from([None, 16, 32]))))
+        weight = awq.read(
+            tensors, 64, 32, None, WHERE, awq_config(data.draw(st.sampled_from([None, 16, 32])))
+        )
     except CheckpointError:
         return
     assert torch.equal(weight.dequantize(), oracles.awq(tensors, 64 // len(tensors["scales"])))

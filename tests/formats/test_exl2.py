@@ -23,11 +23,11 @@ from tests.formats.oracles import Tensors
 
 RATES = ("2.5", "4.0", "6.0", "8.0")
 WIDTHS = (2, 3, 4, 5, 6, 8)
-LEAST_WORDS = {2: 1, 3: 3, 4: 1, 5: 5, 6: 3, 8: 1}  # a group's words come in multiples of these
+WORDS_MULTIPLE = {2: 1, 3: 3, 4: 1, 5: 5, 6: 3, 8: 1}  # a group's words come in multiples of these
 WHERE = "layers.0.q in model.safetensors"
 
 group = st.sampled_from(WIDTHS).flatmap(
-    lambda bits: st.tuples(st.just(bits), st.integers(1, 4).map(lambda n: n * LEAST_WORDS[bits]))
+    lambda bits: st.tuples(st.just(bits), st.integers(1, 4).map(lambda n: n * WORDS_MULTIPLE[bits]))
 )
 
 
@@ -183,13 +183,13 @@ def test_codes_are_not_copied() -> None:
     assert second.codes.data_ptr() == tensors["q_weight"][16:].data_ptr()
 
 
-def repeat(tensors: Tensors, random: Random) -> None:
+def duplicate_index(tensors: Tensors, random: Random) -> None:
     """A permutation with a duplicate."""
     first, second = random.sample(range(len(tensors["q_invperm"])), 2)
     tensors["q_invperm"][first] = tensors["q_invperm"][second]
 
 
-LIES: dict[str, Corruption] = {
+CORRUPTIONS: dict[str, Corruption] = {
     **{
         f"no {name}": drop_tensor(name)
         for name in ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
@@ -237,7 +237,7 @@ LIES: dict[str, Corruption] = {
     "a permutation of bytes": replace_tensor("q_invperm", lambda t: t.to(torch.uint8)),
     "a longer permutation": replace_tensor("q_invperm", lambda t: torch.cat([t, t[:1]])),
     "a shorter permutation": replace_tensor("q_invperm", lambda t: t[t < len(t) - 1]),
-    "a permutation with a hole": repeat,
+    "a permutation with a hole": duplicate_index,
     "a row that is not there": replace_number(
         "q_invperm", lambda r: r.randrange(9), lambda r: r.choice([160, 2**31 - 1])
     ),
@@ -247,13 +247,13 @@ LIES: dict[str, Corruption] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS)
 @pytest.mark.parametrize("seed", range(5))
-def test_corrupt_tensors_are_refused(lie: Corruption, seed: int) -> None:
+def test_corrupt_tensors_are_refused(corrupt: Corruption, seed: int) -> None:
     torch.manual_seed(seed)
     tensors = oracles.exl2_tensors([(5, 5), (5, 5), (4, 8), (3, 3)], 64)
     assert exl2.read(tensors, 160, 64, None, WHERE).in_features == 160
-    lie(tensors, Random(seed))
+    corrupt(tensors, Random(seed))
     with pytest.raises((BadTensor, MissingTensor), match=WHERE):
         exl2.read(tensors, 160, 64, None, WHERE)
 
@@ -294,14 +294,14 @@ def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
     assert torch.equal(weight.dequantize(), oracles.exl2(tensors, range(32)))
 
 
-def enormous(words: int) -> PackedWeight:
+def two_groups_far_apart(words: int) -> PackedWeight:
     """Two groups of 8 bits, the second of 32 rows after so many words."""
     scales = Exl2Scales(torch.zeros(2, 1, dtype=torch.uint8), oracles.random_scales(2))
     segment = Segment(8, (4 * words, 32), oracles.random_words(words + 8, 1), scales, 128)
     return PackedWeight("exl2", segment.in_features, 1, (segment,), torch.float16)
 
 
-def spoiled(**change: object) -> PackedWeight:
+def changed_weight(**change: object) -> PackedWeight:
     """A weight that EXL2 supports, with this change of its first segment."""
     weight = read(oracles.exl2_tensors([(4, 8), (2, 2)], 32))
     first, second = weight.segments
@@ -311,17 +311,17 @@ def spoiled(**change: object) -> PackedWeight:
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        (lambda: spoiled(minimum=PlainScales(torch.ones(1, 32))), "minimums"),
-        (lambda: spoiled(codebook=torch.ones(16)), "codebooks"),
-        (lambda: spoiled(zero=7), "zero points other than 8 for 4 bits"),
-        (lambda: spoiled(zero=torch.full((1, 32), 8, dtype=torch.uint8)), "zero points other than 8"),
-        (lambda: spoiled(scales=PlainScales(torch.ones(1, 32))), "plain float32 scales"),
-        (lambda: replace(spoiled(), dtype=torch.float32), "float32"),
-        (lambda: spoiled(bits=7, codes=oracles.random_words(14, 32)), "7-bit codes"),
+        (lambda: changed_weight(minimum=PlainScales(torch.ones(1, 32))), "minimums"),
+        (lambda: changed_weight(codebook=torch.ones(16)), "codebooks"),
+        (lambda: changed_weight(zero=7), "zero points other than 8 for 4 bits"),
+        (lambda: changed_weight(zero=torch.full((1, 32), 8, dtype=torch.uint8)), "zero points other than 8"),
+        (lambda: changed_weight(scales=PlainScales(torch.ones(1, 32))), "plain float32 scales"),
+        (lambda: replace(changed_weight(), dtype=torch.float32), "float32"),
+        (lambda: changed_weight(bits=7, codes=oracles.random_words(14, 32)), "7-bit codes"),
         (lambda: read(oracles.exl2_tensors([(4, 4), (2, 1)], 32)), "48 inputs"),
         (lambda: read(oracles.exl2_tensors([(4, 6), (2, 1)], 32)), "48 rows of 4 bits"),
         (lambda: read(oracles.exl2_tensors([(4, 8), (2, 4)], 32)).split(0, [(0, 32)])[0], "rows of"),
-        (lambda: enormous(65600), "word 65600, past 65535"),
+        (lambda: two_groups_far_apart(65600), "word 65600, past 65535"),
     ],
 )
 def test_what_exl2_does_not_support_is_refused(weight: Callable[[], PackedWeight], reason: str) -> None:

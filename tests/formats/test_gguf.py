@@ -16,11 +16,11 @@ from torch import Tensor
 from exlm.errors import BadTensor, MissingExtra
 from exlm.formats import DenseWeight, PackedWeight
 from exlm.formats import gguf as module
+from exlm.formats.bits import pack_codes
 from exlm.formats.gguf import GGUF_TYPES, read
 from exlm.formats.gguf_types import BLOCK_LAYOUTS
-from exlm.formats.swar import pack_codes
 
-HALVES = {
+FLOAT16_OFFSETS = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
     "Q5_0": (0,),
@@ -46,7 +46,7 @@ def random_blocks(kind: str, outputs: int, blocks: int, seed: int = 0) -> Tensor
     generator = torch.Generator().manual_seed(seed)
     _, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     raw = torch.randint(0, 256, (outputs, blocks, size), dtype=torch.uint8, generator=generator)
-    for at in HALVES.get(kind, ()):
+    for at in FLOAT16_OFFSETS.get(kind, ()):
         sizes = torch.tensor([1e-6, 0.01, 1.0, 8.0])[
             torch.randint(4, (outputs, blocks, 1), generator=generator)
         ]
@@ -61,8 +61,8 @@ def oracle(raw: Tensor, kind: str) -> Tensor:
 
 
 def test_block_sizes_equal_those_of_the_gguf_package() -> None:
-    theirs = {kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
-    assert {number: tuple(kind) for number, kind in GGUF_TYPES.items()} == theirs
+    expected = {kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
+    assert {number: tuple(kind) for number, kind in GGUF_TYPES.items()} == expected
     for name, layout in BLOCK_LAYOUTS.items():
         assert (layout.block_size, layout.block_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[name]]
 
@@ -99,12 +99,12 @@ def test_columns_can_be_taken_and_reordered(kind: str) -> None:
     raw = random_blocks(kind, 12, 3)
     weight = read(raw, kind, 3 * block, 12, "here")
     assert isinstance(weight, PackedWeight)
-    whole = oracle(raw, kind)
+    expected = oracle(raw, kind)
     order = torch.randperm(12)
-    assert torch.equal(weight.take_columns(order).dequantize(), whole[:, order])
+    assert torch.equal(weight.take_columns(order).dequantize(), expected[:, order])
     left, right = weight.split(0, [(0, block), (block, 3 * block)])
-    assert torch.equal(left.dequantize(), whole[:block])
-    assert torch.equal(right.dequantize(), whole[block:])
+    assert torch.equal(left.dequantize(), expected[:block])
+    assert torch.equal(right.dequantize(), expected[block:])
 
 
 def test_shares_no_memory_with_the_file() -> None:
@@ -137,9 +137,9 @@ def test_floats_stay_floats(kind: str, dtype: torch.dtype) -> None:
 
 def test_floats_at_odd_addresses() -> None:
     values = torch.randn(3, 8)
-    room = torch.empty(3 * 32 + 1, dtype=torch.uint8)
-    room[1:] = values.view(torch.uint8).flatten()
-    weight = read(room[1:].view(3, 32), "F32", 8, 3, "here")
+    buffer = torch.empty(3 * 32 + 1, dtype=torch.uint8)
+    buffer[1:] = values.view(torch.uint8).flatten()
+    weight = read(buffer[1:].view(3, 32), "F32", 8, 3, "here")
     assert torch.equal(weight.dequantize(), values.T)
 
 
@@ -192,7 +192,7 @@ def test_refuses_what_does_not_fit(kind: str, shape: tuple[int, int], inputs: in
 
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_refuses_scales_that_are_not_finite(kind: str) -> None:
-    for at in HALVES[kind]:
+    for at in FLOAT16_OFFSETS[kind]:
         raw = random_blocks(kind, 3, 2).view(3, 2, -1)
         raw[1, 1, at : at + 2] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
         with pytest.raises(BadTensor, match="finite scales"):

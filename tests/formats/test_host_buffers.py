@@ -31,7 +31,7 @@ SIZES = st.sampled_from(
 )
 
 
-def filled(size: int, value: int) -> Tensor:
+def filled_buffer(size: int, value: int) -> Tensor:
     return pooled_empty((size // 8, 2), torch.int32).fill_(value)
 
 
@@ -41,30 +41,30 @@ def test_live_buffers_do_not_share_memory(steps: list[int]) -> None:
     held: dict[int, Tensor] = {}
     for number, step in enumerate(steps):
         if step > 0:
-            held[number] = filled(step, number)
+            held[number] = filled_buffer(step, number)
         elif held:
             held.pop(list(held)[step % len(held)])
         assert all(bool((tensor == value).all()) for value, tensor in held.items())
 
 
 def test_a_view_keeps_its_buffer_alive() -> None:
-    view = filled(MIN_POOLED_BYTES, 7)[3:5]
-    others = [filled(MIN_POOLED_BYTES, n) for n in range(4)]
+    view = filled_buffer(MIN_POOLED_BYTES, 7)[3:5]
+    others = [filled_buffer(MIN_POOLED_BYTES, n) for n in range(4)]
     assert view.tolist() == [[7, 7], [7, 7]]
     assert [int(one[0, 0]) for one in others] == [0, 1, 2, 3]
 
 
 def test_a_dropped_buffer_is_reused_until_the_pool_is_released() -> None:
     release_pool()
-    place = filled(MIN_POOLED_BYTES, 1).data_ptr()
-    assert filled(MIN_POOLED_BYTES, 2).data_ptr() == place
+    place = filled_buffer(MIN_POOLED_BYTES, 1).data_ptr()
+    assert filled_buffer(MIN_POOLED_BYTES, 2).data_ptr() == place
     release_pool()
     assert int(pooled_empty((MIN_POOLED_BYTES // 4,), torch.int32).sum()) == 0, "new memory is zeros"
 
 
 def test_the_pool_keeps_few_buffers() -> None:
     release_pool()
-    tensors = [filled(MIN_POOLED_BYTES, 1) for _ in range(MAX_IDLE_BUFFERS + 5)]
+    tensors = [filled_buffer(MIN_POOLED_BYTES, 1) for _ in range(MAX_IDLE_BUFFERS + 5)]
     del tensors
     again = [pooled_empty((MIN_POOLED_BYTES // 4,), torch.int32) for _ in range(MAX_IDLE_BUFFERS + 5)]
     assert sum(bool(one.any()) for one in again) == MAX_IDLE_BUFFERS
@@ -75,7 +75,7 @@ def test_from_many_threads() -> None:
 
     def work(value: int) -> None:
         for _ in range(200):
-            tensor = filled(MIN_POOLED_BYTES, value)
+            tensor = filled_buffer(MIN_POOLED_BYTES, value)
             if not bool((tensor == value).all()):
                 wrong.append(value)
 
@@ -94,8 +94,8 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, MIN_POOLED_BYTES - 1, MIN_POOLED_BYTES, 3 * PREFAULT_CHUNK + 5])
 def test_prefaulted_zeros_are_zero_and_not_shared(size: int) -> None:
-    spoilt = filled(5 * MIN_POOLED_BYTES, -1)
-    del spoilt
+    dirty = filled_buffer(5 * MIN_POOLED_BYTES, -1)
+    del dirty
     first, second = prefaulted_zeros(size), prefaulted_zeros(size)
     assert first.shape == (size,)
     assert not bool(first.any())

@@ -17,11 +17,11 @@ from exlm.formats.bits import pack, unpack
 from tests.formats.oracles import random_scales, round_to_float16
 
 
-def random_table(kind: str, groups: int, columns: int) -> Scales:
+def random_scales_table(kind: str, groups: int, columns: int) -> Scales:
     """Scales of one of the three kinds."""
-    if kind == "squared":
+    if kind == "exl2":
         return Exl2Scales(torch.randint(0, 16, (groups, columns), dtype=torch.uint8), random_scales(groups))
-    if kind == "nested":
+    if kind == "k-quant":
         parents = torch.randint(0, 2, (groups,)).sort().values
         codes = torch.randint(-32, 32, (groups, columns), dtype=torch.int8)
         return KQuantScales(codes, random_scales(2, columns), parents)
@@ -37,14 +37,14 @@ def segments(draw: st.DrawFn, columns: int) -> Segment:
     zero: int | Tensor = draw(st.integers(0, 256))
     if draw(st.booleans()):
         zero = torch.randint(0, 256, (groups, columns), dtype=torch.uint8)
-    kinds = st.sampled_from(["squared", "nested", "direct"])
+    kinds = st.sampled_from(["exl2", "k-quant", "plain"])
     return Segment(
         bits=bits,
         group_sizes=sizes,
         codes=pack(torch.randint(0, 1 << bits, (sum(sizes), columns)), bits),
-        scales=random_table(draw(kinds), groups, columns),
+        scales=random_scales_table(draw(kinds), groups, columns),
         zero=zero,
-        minimum=random_table(draw(kinds), groups, columns) if draw(st.booleans()) else None,
+        minimum=random_scales_table(draw(kinds), groups, columns) if draw(st.booleans()) else None,
         codebook=torch.randn(1 << bits) if draw(st.booleans()) else None,
     )
 
@@ -57,7 +57,7 @@ def weights(draw: st.DrawFn) -> PackedWeight:
     parts = tuple(draw(st.lists(segments(columns), min_size=1, max_size=3)))
     rows = sum(part.in_features for part in parts)
     return PackedWeight(
-        format_name="made up",
+        format_name="any",
         in_features=rows,
         out_features=columns,
         segments=parts,
@@ -67,7 +67,7 @@ def weights(draw: st.DrawFn) -> PackedWeight:
     )
 
 
-def slowly(weight: PackedWeight) -> Tensor:
+def dequantize_by_formula(weight: PackedWeight) -> Tensor:
     """The formula in the docstring of packed.py, one number at a time in float32."""
     order = range(weight.in_features) if weight.perm is None else weight.perm.tolist()
     out = torch.zeros(weight.in_features, weight.out_features, dtype=weight.dtype)
@@ -92,13 +92,13 @@ def slowly(weight: PackedWeight) -> Tensor:
 def test_dequantize_equals_the_formula(weight: PackedWeight) -> None:
     found = weight.dequantize()
     assert found.dtype is weight.dtype
-    assert torch.equal(found, slowly(weight))
+    assert torch.equal(found, dequantize_by_formula(weight))
 
 
 @given(weights(), st.data())
 def test_take_columns_equals_columns_of_the_matrix(weight: PackedWeight, data: st.DataObject) -> None:
-    picks = st.lists(st.integers(0, weight.out_features - 1), min_size=1, max_size=12)
-    index = torch.tensor(data.draw(picks))
+    column_lists = st.lists(st.integers(0, weight.out_features - 1), min_size=1, max_size=12)
+    index = torch.tensor(data.draw(column_lists))
     piece = weight.take_columns(index)
     assert torch.equal(piece.dequantize(), weight.dequantize()[:, index])
     assert (piece.bias is None) == (weight.bias is None)

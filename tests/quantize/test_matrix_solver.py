@@ -13,7 +13,7 @@ from torch import Tensor
 from exlm.errors import InputError
 from exlm.formats import exl2
 from exlm.formats import gptq as gptq_format
-from exlm.formats.gptq_config import GptqConfig
+from exlm.formats.quantization_config import QuantizationConfig
 from exlm.quantize import coordinate_descent, exl2_scales
 from exlm.quantize.allocation import candidate_recipes, make_recipe
 from exlm.quantize.config import SolverConfig
@@ -231,7 +231,7 @@ def test_gptq_tensors_decode_to_the_solution(group: int) -> None:
     bias = torch.ones(24).half()
     values, weight = solve_gptq(w, factorize(w, h, 0.02), group, 2, bias)
     tensors = gptq_format.write(weight)
-    config = GptqConfig(bits=4, group_size=group, desc_act=True, sym=False)
+    config = QuantizationConfig(bits=4, group_size=group, desc_act=True, sym=False)
     back = gptq_format.read(tensors, 160, 24, tensors["bias"], "here", config)
     assert torch.equal(back.dequantize().float(), values)
     assert bool((tensors["g_idx"].diff() < 0).any())

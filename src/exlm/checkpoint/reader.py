@@ -15,9 +15,8 @@ import torch
 
 from ..errors import BadTensor, Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
-from ..formats.gptq_config import GptqConfig
-from ..formats.registry import DENSE, FORMATS
-from ..formats.weight_format import WeightFormat
+from ..formats.quantization_config import QuantizationConfig
+from ..formats.registry import DENSE, FORMATS, MatrixFormat
 from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
 from .cast_copy import CastErrors, copy_rows, copy_transposed
 from .safetensors_folder import SafetensorsFolder, TensorInfo, flatten_experts
@@ -43,11 +42,11 @@ class SafetensorsCheckpoint:
     """The weights of one model folder, by role."""
 
     def __init__(
-        self, files: SafetensorsFolder, names: TensorNames, quantization: GptqConfig | None = None
+        self, files: SafetensorsFolder, names: TensorNames, quantization: QuantizationConfig | None = None
     ) -> None:
         self.files = files
         self.names = names
-        self.quantization = quantization or GptqConfig()
+        self.quantization = quantization or QuantizationConfig()
         self._index = TensorIndex(files, names)
         method = self.quantization.method
         self._formats = tuple(fmt for fmt in FORMATS if fmt.quant_method in (None, method))
@@ -55,7 +54,7 @@ class SafetensorsCheckpoint:
 
     @classmethod
     def open(
-        cls, folder: Path, names: TensorNames, quantization: GptqConfig | None = None
+        cls, folder: Path, names: TensorNames, quantization: QuantizationConfig | None = None
     ) -> SafetensorsCheckpoint:
         """The checkpoint in a model folder; only headers are read.
 
@@ -149,7 +148,7 @@ class SafetensorsCheckpoint:
         weight = self._read_dense(request) if fmt is DENSE else self._read_packed(request, fmt)
         return replace(weight, bias=self._read_bias(request))
 
-    def _read_packed(self, request: WeightRequest, fmt: WeightFormat) -> PackedWeight:
+    def _read_packed(self, request: WeightRequest, fmt: MatrixFormat) -> PackedWeight:
         """The matrix as its format decodes it: the requested outputs, on their device."""
         role, location = request.role, request.location
         if fmt.read is None:
@@ -237,7 +236,7 @@ class SafetensorsCheckpoint:
             )
         return target
 
-    def _locate(self, role: str, fallback: str | None) -> tuple[TensorLocation, WeightFormat]:
+    def _locate(self, role: str, fallback: str | None) -> tuple[TensorLocation, MatrixFormat]:
         roles = (role,) if fallback is None else (role, fallback)
         for one in roles:
             if found := self._index.find(one, self._markers):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Weight
-from ..formats.gptq_config import GptqConfig
+from ..formats.quantization_config import QuantizationConfig
 from ..spec.tensor_names import TensorNames
 from .gguf_reader import GgufCheckpoint
 from .reader import SafetensorsCheckpoint
@@ -131,7 +131,9 @@ class WeightSourceWrapper:
         )
 
 
-def open_source(path: Path, names: TensorNames, quantization: GptqConfig | None = None) -> WeightSource:
+def open_source(
+    path: Path, names: TensorNames, quantization: QuantizationConfig | None = None
+) -> WeightSource:
     """The weights at a path: a GGUF file, or a folder of safetensors spelt as `names` says."""
     if path.is_file():
         return GgufCheckpoint.open(path)

@@ -24,7 +24,7 @@ from ..errors import Unsupported
 from ..formats import PackedWeight, Weight, exl2, gptq
 from ..formats.awq import NIBBLE_COLUMNS
 from ..formats.bits import WORD_BITS, unpack_rows
-from ..formats.gptq_config import GptqConfig
+from ..formats.quantization_config import QuantizationConfig
 from ..formats.registry import FORMATS
 from ..spec.tensor_names import RowRange, TensorLocation
 from ..spec.weight_roles import Matrix
@@ -54,7 +54,11 @@ class FolderPlanner(ConversionPlanner):
     """Plans the conversion of a model folder."""
 
     def __init__(
-        self, checkpoint: SafetensorsCheckpoint, model: spec.Model, to: str, quantization: GptqConfig | None
+        self,
+        checkpoint: SafetensorsCheckpoint,
+        model: spec.Model,
+        to: str,
+        quantization: QuantizationConfig | None,
     ) -> None:
         super().__init__(model, to)
         self.checkpoint = checkpoint
@@ -62,7 +66,7 @@ class FolderPlanner(ConversionPlanner):
         self.names_by_key = {model.names.to_llama_key(name): name for name in self.files.names()}
         self.used_names: set[str] = set()
         self.reencoded: list[tuple[str, TensorLocation]] = []  # matrices that are not kept, and where they go
-        self.quantization = quantization or GptqConfig()
+        self.quantization = quantization or QuantizationConfig()
         layout = self.quantization.checkpoint_format
         self.format_by_suffix = {
             **{one.marker: one.name for one in FORMATS},

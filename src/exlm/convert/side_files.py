@@ -17,7 +17,7 @@ from ..atomic import sync_file
 from ..checkpoint import GgufFile
 from ..config import read_json
 from ..families.gguf import config_from_metadata
-from ..formats.gptq_config import GptqConfig
+from ..formats.quantization_config import QuantizationConfig
 from ..tokenizer.gguf import GgufVocabulary, tokenizer_from_metadata, tokenizer_json, tokenizer_model
 from .plan import ConversionPlan
 
@@ -71,7 +71,9 @@ class SideFiles(NamedTuple):
             sync_file(folder / name)
 
 
-def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: GptqConfig | None) -> SideFiles:
+def side_files_of_folder(
+    folder: Path, plan: ConversionPlan, quantization: QuantizationConfig | None
+) -> SideFiles:
     """The files of a model folder, with config.json changed as the plan changes the weights."""
     config = dict(read_json(folder / CONFIG_FILE))
     copied = _files_to_copy(folder)
@@ -85,7 +87,7 @@ def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: GptqC
             if quantization_config is None and gptq_path.is_file():
                 quantization_config = read_json(gptq_path)
             config["quantization_config"] = _gptq_config(
-                quantization_config or {}, plan, quantization or GptqConfig()
+                quantization_config or {}, plan, quantization or QuantizationConfig()
             )
             if gptq_path.is_file():
                 written[GPTQ_FILE] = _json_bytes(config["quantization_config"])
@@ -149,7 +151,9 @@ def _files_to_copy(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _gptq_config(known: Mapping[str, Any], plan: ConversionPlan, source_config: GptqConfig) -> dict[str, Any]:
+def _gptq_config(
+    known: Mapping[str, Any], plan: ConversionPlan, source_config: QuantizationConfig
+) -> dict[str, Any]:
     """The `quantization_config` of matrices that were rewritten."""
     layout = "gptq_v2" if plan.to == "gptq-v2" else "gptq"
     if source_config.method == "awq":

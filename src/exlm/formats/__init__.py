@@ -6,8 +6,7 @@ oracle of every kernel. It reads no files: `checkpoint` does. Every package abov
 import it.
 """
 
-from .packed import PackedWeight, Segment
-from .scales import Exl2Scales, KQuantScales, PlainScales, Scales
+from .packed import Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment
 from .weight import DenseWeight, Range, Weight
 
 __all__ = [

@@ -6,7 +6,7 @@ Detects, checks and reads the tensors of one matrix, and packs its codes down co
     qzeros   (groups, columns / 8) int32   zero points, packed the same way
     scales   (groups, columns) float16
 
-`gptq_config`, which reads the JSON of GPTQ and AWQ, refuses the other AWQ layouts.
+`quantization_config`, which reads the JSON of GPTQ and AWQ, refuses the other AWQ layouts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .bits import pack
-from .gptq import TENSORS, compact_zeros, describe, read_scales, sequential_group_sizes
-from .gptq_config import AWQ_BITS, GptqConfig
-from .packed import PackedWeight, Segment
-from .scales import PlainScales
+from .gptq import collapse_zeros, read_scales, sequential_group_sizes
+from .packed import PackedWeight, PlainScales, Segment
+from .quantization_config import AWQ_BITS, QuantizationConfig
 from .validation import bad_tensor, check_bias, check_features, require_tensor
-from .weight_format import WeightFormat
 
 BITS = 4
 # The column (of eight) that each nibble of a word holds, lowest nibble first.
@@ -36,7 +34,7 @@ def read(
     out_features: int,
     bias: Tensor | None,
     where: str,
-    config: GptqConfig,
+    config: QuantizationConfig,
 ) -> PackedWeight:
     """The matrix in qweight, qzeros and scales; a bias of zeros is dropped."""
     if config.method != "awq" or config.bits not in (None, *AWQ_BITS):
@@ -53,7 +51,7 @@ def read(
     scales = read_scales(tensors, out_features, where)
     packed = require_tensor(tensors, "qzeros", where, (torch.int32,), (scales.shape[0], across))
     sizes = sequential_group_sizes(in_features, scales.shape[0], where, config)
-    zero = compact_zeros(_unpack_nibbles(packed), 0, where)
+    zero = collapse_zeros(_unpack_nibbles(packed), 0, where)
     return PackedWeight(
         format_name="awq",
         in_features=in_features,
@@ -62,9 +60,6 @@ def read(
         dtype=torch.float16,
         bias=bias if bias is not None and bool(bias.any()) else None,
     )
-
-
-FORMAT = WeightFormat("awq", "qweight", TENSORS, read, describe, quant_method="awq")
 
 
 def _unpack_nibbles(words: Tensor) -> Tensor:

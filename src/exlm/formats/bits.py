@@ -2,18 +2,26 @@
 
 Value i of width b takes bits i·b to (i+1)·b of its column's words, lowest bit first, and may cross a word
 border. Every packed format is brought into this layout; kernels repack it for themselves.
+
+The second half handles eight bytes at a time (SWAR, SIMD within a register): bytes are shifted inside int64
+numbers, and bits that come over from the next byte are masked. `gguf_types` takes blocks apart with it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 
 WORD_BITS = 32
+
+_LOW_BITS = 0x0101010101010101
+_DIAGONAL = 0x8040201008040201  # bit j of byte j
 
 
 def num_words(length: int, bits: int) -> int:
@@ -85,3 +93,64 @@ def _repeat_period(bits: int) -> tuple[int, int]:
     """After how many words the bit positions of values repeat, and how many values those words hold."""
     span = bits // math.gcd(bits, WORD_BITS)
     return span, span * WORD_BITS // bits
+
+
+# -- eight bytes at a time -------------------------------------------------------------------------
+
+
+def _as_int64(bits: int) -> int:
+    """An unsigned 64-bit pattern as the signed number that torch takes."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def take_bytes(blocks: Tensor, at: int, count: int) -> Tensor:
+    """(…, size) → (…, count): bytes `at` to `at + count` of every block."""
+    size = blocks.shape[-1]
+    run = np.dtype({"names": ["run"], "formats": [f"V{count}"], "offsets": [at], "itemsize": size})
+    runs = blocks.contiguous().numpy().view(run)["run"].copy()
+    return torch.from_numpy(runs.view(np.uint8).reshape(*blocks.shape[:-1], count))
+
+
+def shift_right(packed: Tensor, shifts: Sequence[int], mask: int) -> Tensor:
+    """(…, n) → (shifts, …, n): (byte >> shift) & mask for each shift; n is a multiple of eight."""
+    words64 = packed.view(torch.int64)
+    out = words64.new_empty(len(shifts), *words64.shape)
+    for own, shift in zip(out, shifts, strict=True):
+        torch.bitwise_right_shift(words64, shift, out=own)
+    return out.bitwise_and_(_as_int64(mask * _LOW_BITS)).view(torch.uint8)
+
+
+def merge_high_bits(low: Tensor, high: Tensor, up: int) -> Tensor:
+    """`low | (high << up)` for every byte; overwrites both tensors."""
+    low.view(torch.int64).bitwise_or_(high.view(torch.int64).bitwise_left_shift_(up))
+    return low
+
+
+def expand_bits(packed: Tensor) -> Tensor:
+    """(…, n) → (…, 8 · n): one byte for each bit, the lowest of each byte first."""
+    words64 = packed.to(torch.int64).mul_(_LOW_BITS).bitwise_and_(_as_int64(_DIAGONAL))
+    words64 = words64.add_(0x7F * _LOW_BITS).bitwise_right_shift_(7).bitwise_and_(_LOW_BITS)
+    return words64.view(torch.uint8).view(*packed.shape[:-1], -1)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """(…, n) uint8 → (…, words) int32: codes as a bit stream of `bits` each, as `pack_rows` packs them.
+
+    n is a multiple of eight, and the stream fills whole words. Eight codes are one 64-bit number, whose
+    parts move together in three steps, which is much faster than `pack_rows`.
+    """
+    words64 = codes.contiguous().view(torch.int64)
+    for width in (8, 16, 32) if bits < 8 else ():
+        used = bits * width // 8
+        even = sum(((1 << used) - 1) << at for at in range(0, 64, 2 * width))
+        moved = (words64 >> (width - used)).bitwise_and_(_as_int64(even << used))
+        words64 = (words64 & _as_int64(even)).bitwise_or_(moved)
+    if bits in (4, 8):
+        words = words64.view(torch.int32) if bits == 8 else words64.to(torch.int32)
+    else:
+        words = (
+            take_bytes(words64.view(torch.uint8).view(*words64.shape, 8), 0, bits)
+            .flatten(-2)
+            .view(torch.int32)
+        )
+    return words

@@ -22,21 +22,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import Unsupported
 from .bits import WORD_BITS, pack, pack_rows, unpack_rows
-from .gptq_config import GptqConfig
-from .packed import PackedWeight, Segment
-from .scales import Exl2Scales
+from .packed import Exl2Scales, PackedWeight, Segment
+from .quantization_config import QuantizationConfig
 from .validation import (
     INDEX_DTYPES,
     bad_tensor,
+    cannot_store,
     check_bias,
     check_features,
     check_finite,
     check_range,
     require_tensor,
 )
-from .weight_format import WeightFormat
 
 TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 BIT_WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -64,7 +62,7 @@ def read(
     out_features: int,
     bias: Tensor | None,
     where: str,
-    _config: GptqConfig | None = None,
+    _config: QuantizationConfig | None = None,
 ) -> PackedWeight:
     """The matrix in the five `TENSORS`; padded columns are dropped.
 
@@ -111,7 +109,7 @@ def write(weight: PackedWeight) -> dict[str, Tensor]:
             entries += [segment.bits, start]
             start += size * segment.bits // WORD_BITS
     if entries[-1] > _MAX_OFFSET:
-        raise _unsupported(weight, f"a group that starts at word {entries[-1]}, past {_MAX_OFFSET}")
+        raise cannot_store(weight, "EXL2", f"a group that starts at word {entries[-1]}, past {_MAX_OFFSET}")
     inverse = torch.empty_like(perm)
     inverse[perm] = torch.arange(len(perm), device=perm.device)
     tensors = {
@@ -125,7 +123,7 @@ def write(weight: PackedWeight) -> dict[str, Tensor]:
 
 
 def describe(
-    shapes: Mapping[str, tuple[int, ...]], read_tensor: Callable[[str], Tensor], _config: GptqConfig
+    shapes: Mapping[str, tuple[int, ...]], read_tensor: Callable[[str], Tensor], _config: QuantizationConfig
 ) -> str:
     """`exl2 5/4 bit, groups of 128`, from q_groups; damaged tensors are described in fewer words."""
     table, words = shapes.get("q_groups", ()), shapes.get("q_weight", ())
@@ -141,9 +139,6 @@ def describe(
     return f"exl2 {_with_slashes(widths)} bit, groups of {_with_slashes(sizes)}"
 
 
-FORMAT = WeightFormat("exl2", "q_weight", TENSORS, read, describe)
-
-
 def _with_slashes(numbers: Iterable[int]) -> str:
     return "/".join(str(number) for number in sorted(set(numbers), reverse=True))
 
@@ -155,7 +150,7 @@ def _read_groups(tensors: Mapping[str, Tensor], words: int, in_features: int, wh
         raise bad_tensor(where, "q_groups", "pairs of a width and a row", f"{len(table)} numbers")
     if len(table) // 2 > words:
         raise bad_tensor(where, "q_groups", f"at most {words} groups, as q_weight has rows", len(table) // 2)
-    numbers = (table.to(torch.int64) & 0xFFFF).tolist()  # stored as int16, meant as uint16
+    numbers = (table.to(torch.int64) & 0xFFFF).tolist()  # the int16 are bit patterns of uint16
     starts = numbers[1::2]
     if starts[0] != 0:
         raise bad_tensor(where, "q_groups", "the first group at row 0 of q_weight", f"row {starts[0]}")
@@ -242,38 +237,31 @@ def _pad_words(segment: Segment, padding: int) -> Tensor:
 
 def _exl2_scales(weight: PackedWeight, segment: Segment) -> Exl2Scales:
     if not isinstance(segment.scales, Exl2Scales):
-        raise _unsupported(weight, f"{segment.scales.description}; it has squared 4-bit ones")
+        raise cannot_store(weight, "EXL2", f"{segment.scales.description}; it has squared 4-bit ones")
     return segment.scales
 
 
 def _check_writable(weight: PackedWeight) -> None:
     """`Unsupported` with the reason if EXL2 cannot represent this matrix."""
     if weight.dtype is not torch.float16:
-        raise _unsupported(weight, f"numbers rounded to {weight.dtype}")
+        raise cannot_store(weight, "EXL2", f"numbers rounded to {weight.dtype}")
     if weight.in_features % ALIGNMENT:
-        raise _unsupported(weight, f"{weight.in_features} inputs, not a multiple of {ALIGNMENT}")
+        raise cannot_store(weight, "EXL2", f"{weight.in_features} inputs, not a multiple of {ALIGNMENT}")
     rows: dict[int, int] = {}
     for segment in weight.segments:
         bits = segment.bits
         if bits not in BIT_WIDTHS:
-            raise _unsupported(weight, f"{bits}-bit codes; it has {BIT_WIDTHS}")
+            raise cannot_store(weight, "EXL2", f"{bits}-bit codes; it has {BIT_WIDTHS}")
         _exl2_scales(weight, segment)
         if segment.minimum is not None or segment.codebook is not None:
-            raise _unsupported(weight, "minimums or codebooks")
+            raise cannot_store(weight, "EXL2", "minimums or codebooks")
         if isinstance(segment.zero, Tensor) or segment.zero != 1 << (bits - 1):
-            raise _unsupported(weight, f"zero points other than {1 << (bits - 1)} for {bits} bits")
+            raise cannot_store(weight, "EXL2", f"zero points other than {1 << (bits - 1)} for {bits} bits")
         if odd := [size for size in segment.group_sizes if size * bits % WORD_BITS]:
-            raise _unsupported(
-                weight, f"groups of {odd[0]} rows of {bits} bits, which do not fill whole words"
+            raise cannot_store(
+                weight, "EXL2", f"groups of {odd[0]} rows of {bits} bits, which do not fill whole words"
             )
         rows[bits] = rows.get(bits, 0) + segment.in_features
     if uneven := [(count, bits) for bits, count in rows.items() if count % ALIGNMENT]:
         count, bits = uneven[0]
-        raise _unsupported(weight, f"{count} rows of {bits} bits, not a multiple of {ALIGNMENT}")
-
-
-def _unsupported(weight: PackedWeight, what: str) -> Unsupported:
-    shape = f"{weight.in_features} by {weight.out_features}"
-    return Unsupported(
-        f"This {weight.format_name} matrix ({shape}) cannot be EXL2, which does not support {what}."
-    )
+        raise cannot_store(weight, "EXL2", f"{count} rows of {bits} bits, not a multiple of {ALIGNMENT}")

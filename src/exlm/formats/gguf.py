@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import BadTensor, MissingExtra
+from .bits import pack_codes
 from .gguf_types import BLOCK_LAYOUTS, FLOAT_TYPES, GGUF_TYPES, BlockLayout, BlockParts, split_runs
 from .host_buffers import pooled_empty
-from .packed import PackedWeight, Segment
-from .scales import KQuantScales, PlainScales, Scales
-from .swar import pack_codes
+from .packed import KQuantScales, PackedWeight, PlainScales, Scales, Segment
 from .weight import DenseWeight
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .swar import expand_bits, merge_high_bits, shift_right, take_bytes
+from .bits import expand_bits, merge_high_bits, shift_right, take_bytes
 
 
 class GgufType(NamedTuple):

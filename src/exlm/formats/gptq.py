@@ -9,7 +9,7 @@ Detects, describes, checks, reads and writes the tensors of one matrix:
     g_idx    (inputs,) int32                       the group of each input; may be absent
 
 With act-order the inputs are sorted by group when a matrix is read; without it codes are taken as they are
-stored. `gptq_config` reads the JSON beside the tensors.
+stored. `quantization_config` reads the JSON beside the tensors.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, Unsupported
+from ..errors import CheckpointError
 from .bits import WORD_BITS, pack, pack_rows, unpack, unpack_rows
-from .gptq_config import GPTQ_BITS, GptqConfig
-from .packed import PackedWeight, Segment
-from .scales import PlainScales
+from .packed import PackedWeight, PlainScales, Segment
+from .quantization_config import GPTQ_BITS, QuantizationConfig
 from .validation import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     bad_tensor,
+    cannot_store,
     check_bias,
     check_features,
     check_finite,
     check_range,
     require_tensor,
 )
-from .weight_format import WeightFormat
 
 TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -47,7 +46,7 @@ def read(
     out_features: int,
     bias: Tensor | None,
     where: str,
-    config: GptqConfig,
+    config: QuantizationConfig,
 ) -> PackedWeight:
     """The matrix in qweight, qzeros, scales and perhaps g_idx; a bias of zeros is dropped.
 
@@ -79,7 +78,7 @@ def read(
         if bool((group_of_input.diff() < 0).any()):
             perm = group_of_input.argsort(stable=True)
             words = pack(unpack(words, bits, in_features)[perm], bits)
-    zero = compact_zeros(zeros, shift, where)
+    zero = collapse_zeros(zeros, shift, where)
     return PackedWeight(
         format_name="gptq",
         in_features=in_features,
@@ -107,7 +106,9 @@ def write(weight: PackedWeight, *, v2: bool = False) -> dict[str, Tensor]:
     low, high = (int(edge) for edge in zeros.aminmax())
     if low < shift or high - shift >= 1 << segment.bits:
         layout = "gptq_v2" if v2 else "gptq"
-        raise _unsupported(weight, f"zero points from {low} to {high} with {segment.bits} bits as {layout}")
+        raise cannot_store(
+            weight, "GPTQ", f"zero points from {low} to {high} with {segment.bits} bits as {layout}"
+        )
     sizes = torch.tensor(segment.group_sizes, device=segment.codes.device)
     group_of_input = torch.arange(len(sizes), dtype=torch.int32, device=sizes.device).repeat_interleave(sizes)
     words = segment.codes
@@ -126,7 +127,7 @@ def write(weight: PackedWeight, *, v2: bool = False) -> dict[str, Tensor]:
 
 
 def describe(
-    shapes: Mapping[str, tuple[int, ...]], _read_tensor: Callable[[str], Tensor], config: GptqConfig
+    shapes: Mapping[str, tuple[int, ...]], _read_tensor: Callable[[str], Tensor], config: QuantizationConfig
 ) -> str:
     """`gptq 4 bit, groups of 128, act-order`, of a GPTQ or AWQ matrix; fewer words for a damaged one."""
     words, scales = shapes.get("qweight", ()), shapes.get("scales", ())
@@ -140,9 +141,6 @@ def describe(
     return f"{config.method} {bits} bit, groups of {-(-inputs // max(1, scales[0]))}{act_order}"
 
 
-FORMAT = WeightFormat("gptq", "qweight", TENSORS, read, describe, quant_method="gptq")
-
-
 def read_scales(tensors: Mapping[str, Tensor], out_features: int, where: str) -> Tensor:
     """(groups, columns) float16, at least one group."""
     stored = require_tensor(tensors, "scales", where, FLOAT_DTYPES, (None, out_features))
@@ -153,7 +151,9 @@ def read_scales(tensors: Mapping[str, Tensor], out_features: int, where: str) ->
     return scales
 
 
-def sequential_group_sizes(in_features: int, groups: int, where: str, config: GptqConfig) -> tuple[int, ...]:
+def sequential_group_sizes(
+    in_features: int, groups: int, where: str, config: QuantizationConfig
+) -> tuple[int, ...]:
     """The size of each group where neighbouring inputs form the groups; the last may be short."""
     size = config.group_size
     if size == -1:
@@ -166,7 +166,7 @@ def sequential_group_sizes(in_features: int, groups: int, where: str, config: Gp
     return (*[size] * (groups - 1), in_features - size * (groups - 1))
 
 
-def compact_zeros(codes: Tensor, shift: int, where: str) -> int | Tensor:
+def collapse_zeros(codes: Tensor, shift: int, where: str) -> int | Tensor:
     """Zero points (codes + shift): one number if all are the same, else (groups, columns) uint8."""
     low, high = (int(edge) + shift for edge in codes.aminmax())
     if low == high:
@@ -186,7 +186,9 @@ def _undo_word_decrement(packed: Tensor, bits: int, columns: int) -> Tensor:
     return unpack_rows(packed + ones, bits, columns)
 
 
-def _infer_bits(rows: int, in_features: int, out_features: int, where: str, config: GptqConfig) -> int:
+def _infer_bits(
+    rows: int, in_features: int, out_features: int, where: str, config: QuantizationConfig
+) -> int:
     """Bits of a code, from the config or the shape of qweight, which must agree with it."""
     bits = config.bits if config.bits is not None else rows * WORD_BITS // in_features
     if bits not in GPTQ_BITS or rows * WORD_BITS != in_features * bits:
@@ -224,27 +226,20 @@ def _infer_group_size(in_features: int, groups: int) -> int:
 def _check_writable(weight: PackedWeight) -> tuple[Segment, PlainScales]:
     """The only segment and its scales; `Unsupported` with the reason if GPTQ cannot represent them."""
     if weight.dtype is not torch.float16:
-        raise _unsupported(weight, f"numbers rounded to {weight.dtype}")
+        raise cannot_store(weight, "GPTQ", f"numbers rounded to {weight.dtype}")
     if len(weight.segments) != 1:
-        raise _unsupported(weight, f"{len(weight.segments)} runs of rows of different widths")
+        raise cannot_store(weight, "GPTQ", f"{len(weight.segments)} runs of rows of different widths")
     segment = weight.segments[0]
     scales = segment.scales
     if segment.bits not in GPTQ_BITS:
-        raise _unsupported(weight, f"{segment.bits}-bit codes; it has {GPTQ_BITS}")
+        raise cannot_store(weight, "GPTQ", f"{segment.bits}-bit codes; it has {GPTQ_BITS}")
     if not isinstance(scales, PlainScales) or scales.values.dtype is not torch.float16:
-        raise _unsupported(weight, f"{scales.description}; it has plain float16 ones")
+        raise cannot_store(weight, "GPTQ", f"{scales.description}; it has plain float16 ones")
     if segment.minimum is not None or segment.codebook is not None:
-        raise _unsupported(weight, "minimums or codebooks")
+        raise cannot_store(weight, "GPTQ", "minimums or codebooks")
     for count, what in ((weight.in_features, "inputs"), (weight.out_features, "outputs")):
         if count * segment.bits % WORD_BITS:
-            raise _unsupported(
-                weight, f"{count} {what} of {segment.bits} bits, which do not fill whole words"
+            raise cannot_store(
+                weight, "GPTQ", f"{count} {what} of {segment.bits} bits, which do not fill whole words"
             )
     return segment, scales
-
-
-def _unsupported(weight: PackedWeight, what: str) -> Unsupported:
-    shape = f"{weight.in_features} by {weight.out_features}"
-    return Unsupported(
-        f"This {weight.format_name} matrix ({shape}) cannot be GPTQ, which does not support {what}."
-    )

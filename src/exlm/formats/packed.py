@@ -29,16 +29,130 @@ the bits mean, with the roundings that each format prescribes: it is the oracle 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from .bits import num_words, pack, unpack
-from .scales import Scales
 from .weight import Range
+
+# -- scales ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Scales(ABC):
+    """A (groups, columns) table of factors; offsets (`Segment.minimum`) are stored the same way.
+
+    A subclass for each of the three ways in which formats store scales. The two-level kinds stay small in
+    memory, and keep what the file holds exactly, so that it can be written back bit for bit.
+    """
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """The kind in words, for errors."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors held; the rows of the first are the groups."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def groups(self) -> int:
+        """Number of groups."""
+        return int(self.tensors[0].shape[0])
+
+    @abstractmethod
+    def expand(self) -> Tensor:
+        """(groups, columns), float16 or float32 as the format defines."""
+
+    @abstractmethod
+    def take_groups(self, groups: Tensor) -> Self:
+        """The table of these groups, in this order."""
+
+    @abstractmethod
+    def take_columns(self, index: Tensor) -> Self:
+        """The table of these columns, in this order."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same table with every tensor passed through `change` (to move it to a device)."""
+        return replace(self, **{field.name: change(getattr(self, field.name)) for field in fields(self)})
+
+
+@dataclass(frozen=True, eq=False)
+class PlainScales(Scales):
+    """Factors stored as they are: GPTQ, AWQ, and GGUF's types with one level of scales."""
+
+    values: Tensor  # (groups, columns)
+
+    @property
+    def description(self) -> str:
+        return f"plain {str(self.values.dtype).removeprefix('torch.')} scales"
+
+    def expand(self) -> Tensor:
+        return self.values
+
+    def take_groups(self, groups: Tensor) -> PlainScales:
+        return PlainScales(self.values[groups])
+
+    def take_columns(self, index: Tensor) -> PlainScales:
+        return PlainScales(self.values[:, index])
+
+
+@dataclass(frozen=True, eq=False)
+class Exl2Scales(Scales):
+    """EXL2: (code + 1)² · (group_max / 256), both factors and the product rounded to float16.
+
+    The product is often subnormal, and the quantiser chose its codes for the rounded value: the roundings are
+    part of the format.
+    """
+
+    codes: Tensor  # (groups, columns) uint8, 0 to 15
+    group_max: Tensor  # (groups,) float16, as the file has it
+
+    description = "squared 4-bit scales"
+
+    def expand(self) -> Tensor:
+        unit = (self.group_max.float() / 256).half()
+        return self.codes.float().add_(1).square_().mul_(unit.float()[:, None]).half()
+
+    def take_groups(self, groups: Tensor) -> Exl2Scales:
+        return Exl2Scales(self.codes[groups], self.group_max[groups])
+
+    def take_columns(self, index: Tensor) -> Exl2Scales:
+        return Exl2Scales(self.codes[:, index], self.group_max)
+
+
+@dataclass(frozen=True, eq=False)
+class KQuantScales(Scales):
+    """GGUF's K-quants: a small integer per group times the float16 scale of its super-block, in float32."""
+
+    codes: Tensor  # (groups, columns) int8 or uint8
+    superblock_scales: Tensor  # (super-blocks, columns) float16
+    superblock_of_group: Tensor  # (groups,) int32: the super-block of each group
+
+    description = "two-level scales"
+
+    def expand(self) -> Tensor:
+        return self.superblock_scales.float()[self.superblock_of_group] * self.codes.float()
+
+    def take_groups(self, groups: Tensor) -> KQuantScales:
+        """These groups; super-blocks that none of them uses are dropped."""
+        used, parents = torch.unique(self.superblock_of_group[groups], return_inverse=True)
+        return KQuantScales(
+            self.codes[groups], self.superblock_scales[used], parents.to(self.superblock_of_group.dtype)
+        )
+
+    def take_columns(self, index: Tensor) -> KQuantScales:
+        return KQuantScales(self.codes[:, index], self.superblock_scales[:, index], self.superblock_of_group)
+
+
+# -- weights ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

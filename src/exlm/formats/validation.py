@@ -1,4 +1,4 @@
-"""Checks that formats make on the tensors of a matrix before they decode them.
+"""Checks that formats make on the tensors of a matrix before they decode them, and the errors of writing one.
 
 Every error names the matrix, the tensor, what was expected and what was found.
 """
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..errors import BadTensor, MissingTensor
+from ..errors import BadTensor, MissingTensor, Unsupported
+from .packed import PackedWeight
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INDEX_DTYPES = (torch.int16, torch.int32, torch.int64)
@@ -21,6 +22,14 @@ _REMEDY = "The file is damaged or belongs to another config.json: download or co
 def bad_tensor(where: str, name: str, expected: object, found: object) -> BadTensor:
     """The error for one tensor of the matrix `where`."""
     return BadTensor(f"{where}: {name}: expected {expected}, found {found}. {_REMEDY}")
+
+
+def cannot_store(weight: PackedWeight, format_name: str, what: str) -> Unsupported:
+    """The error for a matrix that this format cannot represent."""
+    shape = f"{weight.in_features} by {weight.out_features}"
+    return Unsupported(
+        f"This {weight.format_name} matrix ({shape}) cannot be {format_name}, which does not support {what}."
+    )
 
 
 def require_tensor(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats.scales import Exl2Scales
+from ..formats.packed import Exl2Scales
 from .gptq import Grid
 
 SQRT_STEPS = 16  # values of (code + 1), which is squared

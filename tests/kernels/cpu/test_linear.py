@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from exlm.errors import Unsupported
 from exlm.formats.bits import pack
-from exlm.formats.packed import PackedWeight, Segment
-from exlm.formats.scales import PlainScales
+from exlm.formats.packed import PackedWeight, PlainScales, Segment
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.ops import PackedEmbedding, PackedLinear
 from exlm.kernels.cpu.packed import pack_matrix

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exlm.formats.scales import PlainScales
+from exlm.formats.packed import PlainScales
 from exlm.kernels.cuda.backend import CudaLinear
 from exlm.kernels.cuda.dequantize import DequantGemm, Dequantizer
 from exlm.kernels.cuda.gemm import GemmM16, RmsNorm, TileConfig

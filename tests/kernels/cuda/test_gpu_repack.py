@@ -12,8 +12,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from exlm.errors import Unsupported
-from exlm.formats.packed import PackedWeight, Segment
-from exlm.formats.scales import Exl2Scales, KQuantScales, PlainScales, Scales
+from exlm.formats.packed import Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment
 from exlm.kernels.cuda.gpu_repack import SOURCE, GpuRepacker
 from exlm.kernels.cuda.lanes import BIT_PLANES
 from exlm.kernels.cuda.module_cache import ModuleCache, compile_source, read_source

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exlm.errors import Unsupported
-from exlm.formats.packed import PackedWeight
-from exlm.formats.scales import PlainScales
+from exlm.formats.packed import PackedWeight, PlainScales
 from exlm.kernels.cuda import filling
 from exlm.kernels.cuda.lanes import BIT_PLANES, TILE_K
 from exlm.kernels.cuda.layout import digits

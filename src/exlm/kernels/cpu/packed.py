@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from ...formats.packed import PackedWeight, Segment
-from ...formats.scales import KQuantScales, PlainScales, Scales
+from ...formats.packed import KQuantScales, PackedWeight, PlainScales, Scales, Segment
 from . import bindings
 from .arena import HugePageArena, copy_to_arena
 from .bindings import KINDS

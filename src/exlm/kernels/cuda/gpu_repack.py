@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...formats.packed import Segment
-from ...formats.scales import Exl2Scales, KQuantScales, PlainScales, Scales
+from ...formats.packed import Exl2Scales, KQuantScales, PlainScales, Scales, Segment
 from .filling import too_large
 from .lanes import TILE_N
 from .layout import RepackJob

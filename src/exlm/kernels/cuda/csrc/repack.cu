@@ -8,7 +8,7 @@
 
 enum TableKind { NO_TABLE, F16, F32, EXL2_SCALES, K_QUANT_SIGNED, K_QUANT_UNSIGNED };
 
-// A number for each group and output, in one of the ways formats store it (formats/scales.py).
+// A number for each group and output, in one of the ways formats store it (formats/packed.py).
 struct Table {
     const void* values;    // (groups, outputs): the numbers, or small integers
     const u16* maxima;     // EXL2_SCALES: (groups); K_QUANT: (super-groups, outputs) scales of the small integers

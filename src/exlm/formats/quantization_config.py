@@ -1,4 +1,4 @@
-"""`GptqConfig`: what the JSON beside a GPTQ or AWQ checkpoint says about its tensors.
+"""`QuantizationConfig`: what the JSON of a GPTQ or AWQ checkpoint says about its tensors.
 
 GPTQ and AWQ use the same tensor names, so only this JSON tells them apart. Layouts that exlm cannot read are
 refused by name before any tensor is read. Bits and group sizes are claims, which the readers check against
@@ -23,7 +23,7 @@ _READABLE: dict[str, tuple[CheckpointFormat, ...]] = {"gptq": ("gptq", "gptq_v2"
 
 
 @dataclass(frozen=True)
-class GptqConfig:
+class QuantizationConfig:
     """The claims of one checkpoint; None where the JSON makes none and shapes decide."""
 
     bits: int | None = None
@@ -40,7 +40,7 @@ class GptqConfig:
         return "awq" if self.checkpoint_format == "gemm" else "gptq"
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any], where: str) -> GptqConfig:
+    def from_json(cls, raw: Mapping[str, Any], where: str) -> QuantizationConfig:
         """From quantize_config.json, or from the quantization_config in config.json.
 
         `where` names the file in errors: ConfigError for values that make no sense, CheckpointError for
@@ -73,41 +73,41 @@ class GptqConfig:
 
 def _method(raw: Mapping[str, Any], where: str) -> QuantMethod:
     """The quantisation method; old files leave it out, and AutoAWQ's are recognised by `w_bit`."""
-    said = _names(raw, ("quant_method", "method"), where)
-    if not said:
+    methods = _names(raw, ("quant_method", "method"), where)
+    if not methods:
         return "awq" if "w_bit" in raw else "gptq"
-    if said == {"gptq"}:
+    if methods == {"gptq"}:
         return "gptq"
-    if said == {"awq"}:
+    if methods == {"awq"}:
         return "awq"
     raise CheckpointError(
-        f"{where}: quant_method: expected gptq or awq, found {', '.join(sorted(said))}, whose tensors lie "
-        "differently. Take a GPTQ, AWQ, EXL2 or GGUF version of the model."
+        f"{where}: quant_method: expected gptq or awq, found {', '.join(sorted(methods))}, which "
+        "stores tensors in another layout. Take a GPTQ, AWQ, EXL2 or GGUF version of the model."
     )
 
 
 def _written_by_gptqmodel(raw: Mapping[str, Any]) -> bool:
     """Whether `meta.quantizer` (a name with a version, or a list of them) names GPTQModel."""
     meta = raw.get("meta")
-    made = meta.get("quantizer") if isinstance(meta, Mapping) else None
-    names = made if isinstance(made, list) else [made]
+    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    names = quantizer if isinstance(quantizer, list) else [quantizer]
     return any(isinstance(name, str) and name.lower().startswith("gptqmodel") for name in names)
 
 
 def _checkpoint_format(raw: Mapping[str, Any], method: QuantMethod, where: str) -> CheckpointFormat:
     keys = ("checkpoint_format", "format") + (("version",) if method == "awq" else ())
-    said = _names(raw, keys, where)
+    layouts = _names(raw, keys, where)
     if _flag(raw, "is_marlin_format", False, where):
-        said |= {"marlin"}
-    pack = _names(raw, ("pack_dtype",), where) - {"int32"}
+        layouts |= {"marlin"}
+    word_types = _names(raw, ("pack_dtype",), where) - {"int32"}
     readable = _READABLE[method]
-    if len(said) > 1 or pack or not said <= set(readable):
-        found = " and ".join(sorted(said | {f"words of {kind}" for kind in pack}))
+    if len(layouts) > 1 or word_types or not layouts <= set(readable):
+        found = " and ".join(sorted(layouts | {f"words of {kind}" for kind in word_types}))
         raise CheckpointError(
             f"{where}: {method} layout: expected {' or '.join(readable)} in words of int32, found {found}. "
             "Take a version of the model saved in one of these layouts."
         )
-    return next((layout for layout in readable if layout in said), readable[0])
+    return next((layout for layout in readable if layout in layouts), readable[0])
 
 
 def _overrides(raw: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str, Any]]]:
@@ -163,15 +163,15 @@ def _flag(raw: Mapping[str, Any], key: str, default: bool, where: str) -> bool:
 
 def _names(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> set[str]:
     """The values of these keys in lower case; several keys may have the same value."""
-    said = set()
+    names = set()
     for key in keys:
         value = raw.get(key)
         if value is None:
             continue
         if not isinstance(value, str):
             raise _bad_value(where, key, "a name", value)
-        said.add(ascii(value.lower())[1:-1][:80])  # fit for a message
-    return said
+        names.add(ascii(value.lower())[1:-1][:80])  # printable and short, for error messages
+    return names
 
 
 def _bad_value(where: str, key: str, expected: str, found: object) -> ConfigError:

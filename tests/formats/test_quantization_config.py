@@ -10,39 +10,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm.errors import CheckpointError, ConfigError, ExlmError
-from exlm.formats.gptq import GptqConfig
+from exlm.formats.gptq import QuantizationConfig
 
 
 @pytest.mark.parametrize(
     ("raw", "config"),
     [
-        ({}, GptqConfig()),
+        ({}, QuantizationConfig()),
         (
             {"bits": 4, "group_size": -1, "desc_act": True, "sym": False, "true_sequential": True},
-            GptqConfig(4, -1, True, False),
+            QuantizationConfig(4, -1, True, False),
         ),
         (
             {"bits": 3, "quant_method": "gptq", "checkpoint_format": "gptq_v2"},
-            GptqConfig(3, checkpoint_format="gptq_v2"),
+            QuantizationConfig(3, checkpoint_format="gptq_v2"),
         ),
-        ({"bits": 8, "method": "GPTQ", "format": "gptq_v2"}, GptqConfig(8, checkpoint_format="gptq_v2")),
-        ({"bits": 2, "group_size": None, "sym": None, "dynamic": None, "pack_dtype": "int32"}, GptqConfig(2)),
+        (
+            {"bits": 8, "method": "GPTQ", "format": "gptq_v2"},
+            QuantizationConfig(8, checkpoint_format="gptq_v2"),
+        ),
+        (
+            {"bits": 2, "group_size": None, "sym": None, "dynamic": None, "pack_dtype": "int32"},
+            QuantizationConfig(2),
+        ),
         (
             {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"},
-            GptqConfig(4, 128, False, False, "gemm"),
+            QuantizationConfig(4, 128, False, False, "gemm"),
         ),
-        ({"zero_point": False, "q_group_size": 64, "w_bit": 4}, GptqConfig(4, 64, False, True, "gemm")),
-        ({"quant_method": "awq", "bits": 4, "format": "gemm"}, GptqConfig(4, None, False, False, "gemm")),
-        ({"bits": 4, "dynamic": {"-:lm_head": {}, "+:down": {"bits": 4, "sym": False}}}, GptqConfig(4)),
-        ({"bits": 4, "group_size": 128, "dynamic": {"down": {"bits": 8}}}, GptqConfig(None, 128)),
+        (
+            {"zero_point": False, "q_group_size": 64, "w_bit": 4},
+            QuantizationConfig(4, 64, False, True, "gemm"),
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "format": "gemm"},
+            QuantizationConfig(4, None, False, False, "gemm"),
+        ),
+        (
+            {"bits": 4, "dynamic": {"-:lm_head": {}, "+:down": {"bits": 4, "sym": False}}},
+            QuantizationConfig(4),
+        ),
+        ({"bits": 4, "group_size": 128, "dynamic": {"down": {"bits": 8}}}, QuantizationConfig(None, 128)),
         (
             {"bits": 4, "group_size": 128, "dynamic": {"+:up": {"group_size": 32}, "x": None}},
-            GptqConfig(4, None),
+            QuantizationConfig(4, None),
         ),
     ],
 )
-def test_json_gives_the_config(raw: dict[str, Any], config: GptqConfig) -> None:
-    found = GptqConfig.from_json(raw, "config.json")
+def test_json_gives_the_config(raw: dict[str, Any], config: QuantizationConfig) -> None:
+    found = QuantizationConfig.from_json(raw, "config.json")
     assert found == config
     assert found.method == ("awq" if config.checkpoint_format == "gemm" else "gptq")
 
@@ -61,7 +76,7 @@ def test_json_gives_the_config(raw: dict[str, Any], config: GptqConfig) -> None:
 )
 def test_zeros_decremented_per_word_is_detected(changes: dict[str, Any], borrows: bool) -> None:
     raw = {"bits": 4, "sym": False, "meta": {"quantizer": ["gptqmodel:1.9.0"]}, **changes}
-    assert GptqConfig.from_json(raw, "config.json").zeros_decremented_per_word == borrows
+    assert QuantizationConfig.from_json(raw, "config.json").zeros_decremented_per_word == borrows
 
 
 @pytest.mark.parametrize(
@@ -89,7 +104,7 @@ def test_zeros_decremented_per_word_is_detected(changes: dict[str, Any], borrows
 )
 def test_unreadable_layouts_are_refused_by_name(raw: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=f"^quantize_config.json.*{named}"):
-        GptqConfig.from_json(raw, "quantize_config.json")
+        QuantizationConfig.from_json(raw, "quantize_config.json")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +126,7 @@ def test_unreadable_layouts_are_refused_by_name(raw: dict[str, Any], named: str)
 )
 def test_invalid_values_are_refused(raw: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^config.json: .*{key}.*: expected .*, found "):
-        GptqConfig.from_json(raw, "config.json")
+        QuantizationConfig.from_json(raw, "config.json")
 
 
 KEYS = (
@@ -135,7 +150,7 @@ json_values = st.recursive(
 @given(st.dictionaries(st.sampled_from(KEYS), json_values))
 def test_any_json_is_read_or_refused(raw: dict[str, Any]) -> None:
     try:
-        config = GptqConfig.from_json(raw, "config.json")
+        config = QuantizationConfig.from_json(raw, "config.json")
     except ExlmError:
         return
     assert config.bits in (None, 2, 3, 4, 8)
@@ -179,7 +194,7 @@ def test_hostile_values_are_read_or_refused_in_printable_messages(method: str, f
     for value in HOSTILE:
         for raw in ({field: value}, {"dynamic": {"a": {field: value}}}):
             try:
-                found = GptqConfig.from_json({"quant_method": method, **raw}, "config.json")
+                found = QuantizationConfig.from_json({"quant_method": method, **raw}, "config.json")
             except ExlmError as error:
                 str(error).encode()
             else:
