@@ -68,8 +68,7 @@ class Tally:
 def write(folder: Path, name: str, bits: float) -> Path:
     """Write a model of a named shape, unless it exists."""
     from exlm.bench.shapes import SHAPES
-    from exlm.bench.synthetic import write_model_folder
-    from exlm.bench.synthetic_weights import Exl2
+    from exlm.bench.synthetic import Exl2, write_model_folder
     from exlm.checkpoint import save
 
     said = {"shape": name, "bits": bits}
@@ -92,7 +91,7 @@ def _tensors(shape: Any, form: Any) -> Iterator[tuple[str, Any]]:
     """The tensors of the files; all layers share one set of weights."""
     import torch
 
-    from exlm.bench.synthetic_weights import RandomTensors
+    from exlm.bench.synthetic import RandomTensors
     from exlm.formats import exl2
 
     random = RandomTensors(0, torch.device("cpu"))

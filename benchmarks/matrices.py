@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from exlm.bench.synthetic_weights import RandomTensors, WeightFormat, weight_format
+from exlm.bench.synthetic import RandomTensors, SyntheticFormat, synthetic_format
 from exlm.formats import PackedWeight
 from exlm.kernels.cuda import gemm, gemm_m64
 from exlm.kernels.cuda.gemm import GemmM16, RmsNorm, TileConfig
@@ -53,7 +53,7 @@ CONFIGS_M64 = [
 Work = Callable[[], None]
 
 
-def random_tiles(inputs: int, outputs: int, form: WeightFormat, random: RandomTensors) -> MmaWeight:
+def random_tiles(inputs: int, outputs: int, form: SyntheticFormat, random: RandomTensors) -> MmaWeight:
     """A random matrix in a format, repacked for the kernels."""
     weight = form.weight(inputs, outputs, random, False, 0.02)
     assert isinstance(weight, PackedWeight)
@@ -120,7 +120,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     modules = ModuleCache(device, Path(gettempdir()) / "exlm-kernels")
     roof = copy_speed(device)
-    stored, random = weight_format(chosen.form, chosen.bits), RandomTensors(1, device)
+    stored, random = synthetic_format(chosen.form, chosen.bits), RandomTensors(1, device)
     model = {
         name: [[random_tiles(inputs, width, stored, random) for width in widths] for _ in range(LAYERS)]
         for name, (inputs, widths, _) in SHAPES.items()

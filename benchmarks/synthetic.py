@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exlm.bench.shapes import SHAPES, Shape
-from exlm.bench.synthetic_weights import Dense, Exl2, RandomTensors, WeightFormat
+from exlm.bench.synthetic import Dense, Exl2, RandomTensors, SyntheticFormat
 from exlm.checkpoint import save
 from exlm.formats import DenseWeight, PackedWeight, Weight, exl2
 
@@ -51,7 +51,7 @@ def _write(folder: Path, shape: Shape, form: Exl2 | Dense, seed: int) -> Path:
     return folder
 
 
-def _tensors(shape: Shape, form: WeightFormat, random: RandomTensors) -> Iterator[tuple[str, Tensor]]:
+def _tensors(shape: Shape, form: SyntheticFormat, random: RandomTensors) -> Iterator[tuple[str, Tensor]]:
     hidden = shape.hidden
 
     def matrix(name: str, inputs: int, outputs: int, head: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -11,12 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from exlm import InputError, MissingExtra
-from exlm.bench import comparison as peers
-from exlm.bench import report
-from exlm.bench.benchmark import BenchmarkConfig
-from exlm.bench.benchmark import run as run_plan
-from exlm.bench.report import Report, Row, bound
-from exlm.bench.roofline import measure_roofline
+from exlm.bench import comparison, report
+from exlm.bench.benchmark import BenchmarkConfig, measure_roofline
+from exlm.bench.benchmark import run as run_benchmark
+from exlm.bench.report import Measurement, Report, bound
 from exlm.bench.synthetic import CYCLE_LENGTH
 from exlm.bench.workload import prompt_ids, tokens_needed
 from exlm.cli.__main__ import app
@@ -100,20 +98,23 @@ def test_invalid_options_are_refused(tmp_path: Path) -> None:
     for option in ("--prompt", "--tokens"):
         assert CliRunner().invoke(app, ["bench", "--shape", "tiny", option, "0"]).exit_code == 2
     with pytest.raises(InputError, match=r"\.gguf"):
-        peers.compare(tmp_path, 1)
+        comparison.compare(tmp_path, 1)
 
 
 def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
     from exlm.bench import save_plot
 
-    rows = (Row("decode", "fp32", 8, 1, 10.0, 0.1, 100, 0.5, 0.1, 0.1, "memory"), Row("decode", "q4", 8, 1))
-    made = Report("tiny", "exl2", 1, 1, 4.1, "CPU", ("cpu",), 1, 0.1, None, 1, 1.0, 1.0, rows)
+    rows = (
+        Measurement("decode", "fp32", 8, 1, 10.0, 0.1, 100, 0.5, 0.1, 0.1, "memory"),
+        Measurement("decode", "q4", 8, 1),
+    )
+    result = Report("tiny", "exl2", 1, 1, 4.1, "CPU", ("cpu",), 1, 0.1, None, 1, 1.0, 1.0, rows)
     target = tmp_path / "plot.png"
     if importlib.util.find_spec("matplotlib") is None:
         with pytest.raises(MissingExtra, match=r"exlm\[bench\]"):
-            save_plot(made, target)
+            save_plot(result, target)
     else:
-        save_plot(made, target)
+        save_plot(result, target)
         assert target.read_bytes().startswith(b"\x89PNG")
 
 
@@ -126,10 +127,10 @@ def test_missing_matplotlib_is_reported_before_measuring(
 
 
 def test_every_batch_at_the_first_context_and_every_context_with_the_first_batch() -> None:
-    plan = BenchmarkConfig(shape="tiny", batches=(1, 8), contexts=(512, 8000), caches=("fp16", "q8"))
-    found = [(row.cache, row.context, row.batch) for row in plan.rows()[1:]]
+    config = BenchmarkConfig(shape="tiny", batches=(1, 8), contexts=(512, 8000), caches=("fp16", "q8"))
+    found = [(row.cache, row.context, row.batch) for row in config.measurements()[1:]]
     assert found == [(cache, *rest) for cache in ("fp16", "q8") for rest in ((512, 1), (512, 8), (8000, 1))]
-    assert plan.longest_sequence > 8000
+    assert config.longest_sequence > 8000
 
 
 def test_a_cache_that_does_not_fit_is_reported_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,22 +163,22 @@ def test_prompt_ids() -> None:
 @pytest.mark.parametrize("form", ["exl2", "gptq", "gguf", "dense"])
 def test_ngram_drafts_are_accepted_on_repetitive_text(form: str) -> None:
     """A repetitive model cycles through tokens, so that every draft is accepted in full."""
-    plan = BenchmarkConfig(
+    config = BenchmarkConfig(
         shape="tiny", format=form, device="cpu", contexts=(40,), prompt=16, tokens=40, ngram=True
     )
-    _, plain, guessed = run_plan(plan).rows
-    assert (plain.work, plain.each) == ("decode", 1)
-    assert (guessed.work, guessed.each) == ("ngram", 8)
+    _, plain, drafted = run_benchmark(config).rows
+    assert (plain.work, plain.tokens_per_row_step) == ("decode", 1)
+    assert (drafted.work, drafted.tokens_per_row_step) == ("ngram", 8)
 
 
 @pytest.mark.gpu
 def test_ngram_drafts_are_accepted_on_a_gpu() -> None:
-    plan = BenchmarkConfig(
+    config = BenchmarkConfig(
         shape="tiny", device="cuda", batches=(1, 3), contexts=(120,), prompt=16, tokens=160, ngram=True
     )
-    rows = run_plan(plan).rows[1:]
+    rows = run_benchmark(config).rows[1:]
     assert [row.work for row in rows] == ["decode", "ngram"] * 2
-    assert all(row.each > 7 for row in rows[1::2])  # after 40 tokens, more than two cycles
+    assert all(row.tokens_per_row_step > 7 for row in rows[1::2])  # after 40 tokens, more than two cycles
 
 
 def test_roofline() -> None:

@@ -9,8 +9,7 @@ import pytest
 from exlm import Config
 from exlm.bench.benchmark import BenchmarkConfig, run
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import write_model_folder
-from exlm.bench.synthetic_weights import weight_format
+from exlm.bench.synthetic import synthetic_format, write_model_folder
 from exlm.spec.weight_roles import matrices
 
 PUBLISHED = {"llama-2-7b": 6.74, "llama-3-8b": 8.03, "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.53}
@@ -30,14 +29,14 @@ def test_shapes_have_the_published_number_of_weights(name: str, tmp_path: Path) 
 
 
 def test_bytes_per_step_count_active_experts_only() -> None:
-    shape, packed = SHAPES["tiny-moe"], weight_format("exl2")
+    shape, packed = SHAPES["tiny-moe"], synthetic_format("exl2")
     prompt, *_ = run(BenchmarkConfig(shape="tiny-moe", device="cpu", contexts=(8,), prompt=16, tokens=4)).rows
     read = packed.nbytes(shape.hidden, shape.vocab, True)
     for name, inputs, outputs in shape.matrices():
         if name.endswith(".gate"):
             read += 2 * inputs * outputs * shape.layers
         else:
-            every = packed.nbytes(inputs, outputs, False) * shape.layers
-            read += every // 2 if ".experts." in name else every  # two of four
-    assert prompt.read == read
-    assert prompt.rate is not None
+            nbytes = packed.nbytes(inputs, outputs, False) * shape.layers
+            read += nbytes // 2 if ".experts." in name else nbytes  # two of four
+    assert prompt.bytes_read == read
+    assert prompt.tokens_per_second is not None

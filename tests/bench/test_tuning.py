@@ -1,4 +1,4 @@
-"""Tuning: hill climbing over settings, and saving only faster ones."""
+"""Tuning: hill climbing over kernel configurations, and saving only faster ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TuneConfig = tuple[int, ...]
 
 
 class FakeSpace:
-    """A one-dimensional space of settings."""
+    """A one-dimensional space of configurations."""
 
     def __init__(self, name: str, costs: Sequence[float], at: int) -> None:
         self.name, self.costs, self.config = name, costs, (at,)
@@ -51,57 +51,59 @@ def test_hill_climbing_ends_where_no_neighbor_is_faster(drawn: tuple[list[float]
     assert space.applied <= 2 * len(costs) + len(costs)
 
 
-class Device:
-    """A backend with tunable settings."""
+class TunableBackend:
+    """A backend with tunable configurations."""
 
-    name = "dials"
+    name = "tunable"
 
     def __init__(self, spaces: Sequence[FakeSpace], file: Path) -> None:
-        self.spaces, self.file, self.kept = spaces, file, 0
+        self.spaces, self.file, self.saves = spaces, file, 0
 
     def tune_spaces(self, run: Callable[[], object]) -> Sequence[FakeSpace]:
         run()
         return self.spaces
 
     def save_tuned(self, spaces: Sequence[FakeSpace]) -> Path:
-        self.kept += 1
+        self.saves += 1
         return self.file
 
 
-def worked(monkeypatch: pytest.MonkeyPatch, device: Device, slower: float = 0.0) -> Model:
-    """A model on a fake device; with `slower` each pass takes so much longer than the last."""
+def model_on(backend: TunableBackend, monkeypatch: pytest.MonkeyPatch, slower: float = 0.0) -> Model:
+    """A model on a fake backend; each pass takes `slower` seconds longer than the last one."""
     model, passes = Model.__new__(Model), count()
 
-    class Passes:
+    class FakeTimer:
         def __init__(self, _: Model) -> None: ...
 
         def run_once(self) -> None: ...
 
-        def __call__(self) -> float:
-            return sum(space.cost for space in device.spaces) + slower * next(passes)
+        def seconds(self) -> float:
+            return sum(space.cost for space in backend.spaces) + slower * next(passes)
 
-    monkeypatch.setattr("exlm.bench.tuning._PassTimer", Passes)
-    monkeypatch.setattr(Model, "backends", property(lambda _: [device]))
+    monkeypatch.setattr("exlm.bench.tuning._DecodeTimer", FakeTimer)
+    monkeypatch.setattr(Model, "backends", property(lambda _: [backend]))
     return model
 
 
 def test_faster_settings_are_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    device = Device([FakeSpace("a", [1.0, 1.5, 2.0], 2), FakeSpace("b", [3.0, 4.0], 0)], tmp_path / "plans")
-    told: list[str] = []
-    found = tune_model(worked(monkeypatch, device), lambda what, *_: told.append(what))
+    backend = TunableBackend(
+        [FakeSpace("a", [1.0, 1.5, 2.0], 2), FakeSpace("b", [3.0, 4.0], 0)], tmp_path / "plans"
+    )
+    progress: list[str] = []
+    found = tune_model(model_on(backend, monkeypatch), lambda what, *_: progress.append(what))
     assert [change._asdict() for change in found.changes] == [{"name": "a", "before": (2,), "after": (0,)}]
-    assert (found.before, found.after, found.file, device.kept) == (5.0, 4.0, device.file, 1)
-    assert told == ["a", "b"]
+    assert (found.before, found.after, found.file, backend.saves) == (5.0, 4.0, backend.file, 1)
+    assert progress == ["a", "b"]
 
 
 def test_a_config_that_is_not_faster_in_alternation_is_reverted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """If the device only became faster while it was tuned, nothing was found."""
-    device = Device([FakeSpace("a", [1.0, 1.0], 0)], tmp_path)
-    found = tune_model(worked(monkeypatch, device, slower=-0.01))
-    assert (found.changes, found.file, device.kept) == ((), None, 0)
-    assert device.spaces[0].config == (0,)
+    backend = TunableBackend([FakeSpace("a", [1.0, 1.0], 0)], tmp_path)
+    found = tune_model(model_on(backend, monkeypatch, slower=-0.01))
+    assert (found.changes, found.file, backend.saves) == ((), None, 0)
+    assert backend.spaces[0].config == (0,)
 
 
 def test_a_model_without_tunable_kernels_is_refused(tmp_path: Path) -> None:

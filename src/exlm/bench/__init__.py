@@ -12,16 +12,16 @@ from ..lazy import lazy_exports
 if TYPE_CHECKING:
     from .benchmark import BenchmarkConfig, run
     from .comparison import ENGINES, compare
-    from .report import Peer, Report, Row, require_matplotlib, save_plot
+    from .report import EngineResult, Measurement, Report, require_matplotlib, save_plot
     from .shapes import FORMATS, SHAPES, Shape
-    from .system_info import Fact, facts, system_facts
+    from .system_info import describe_hardware, describe_system
     from .tuning import TuningResult, tune
 
 _EXPORTS = {
     "benchmark": ("BenchmarkConfig", "run"),
-    "system_info": ("Fact", "facts", "system_facts"),
+    "system_info": ("describe_hardware", "describe_system"),
     "comparison": ("ENGINES", "compare"),
-    "report": ("Peer", "Report", "Row", "require_matplotlib", "save_plot"),
+    "report": ("EngineResult", "Measurement", "Report", "require_matplotlib", "save_plot"),
     "shapes": ("FORMATS", "SHAPES", "Shape"),
     "tuning": ("TuningResult", "tune"),
 }
@@ -31,18 +31,17 @@ __all__ = [
     "FORMATS",
     "SHAPES",
     "BenchmarkConfig",
-    "Fact",
-    "Peer",
+    "EngineResult",
+    "Measurement",
     "Report",
-    "Row",
     "Shape",
     "TuningResult",
     "compare",
-    "facts",
+    "describe_hardware",
+    "describe_system",
     "require_matplotlib",
     "run",
     "save_plot",
-    "system_facts",
     "tune",
 ]
 

@@ -1,4 +1,8 @@
-"""The benchmark: load or make up a model, measure the machine's limits, then the model, and report."""
+"""The benchmark: load a model or make one of random weights, measure it and the machine's roofline, report.
+
+The roofline is the memory bandwidth and the GEMM throughput of the device; each measurement is reported as a
+share of both.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,31 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import CACHES, Cache, Config, InputError, Summary, Tokenizer, env, spec
 from ..model.devices import free_bytes, pick_device
-from .report import Report, Row, bound
-from .roofline import Roofline, measure_roofline
+from .report import Measurement, Report, bound
 from .shapes import SHAPES
-from .synthetic import SyntheticCheckpoint, write_model_folder
-from .synthetic_weights import weight_format
-from .system_info import facts, peak_memory, reset_peak_memory, seconds_since_start
-from .timers import TimedModel
-from .workload import TAIL_TOKENS, Timing, Workload, free_memory, tokens_needed
+from .synthetic import SyntheticCheckpoint, synthetic_format, write_model_folder
+from .system_info import describe_hardware, peak_memory, reset_peak_memory, seconds_since_start
+from .workload import TAIL_TOKENS, TimedModel, Timing, Workload, free_memory, tokens_needed
 
 PROMPT_REPEATS = 3
 """Prompts that are timed, whose median counts, and as many before them for warm-up: CUDA graphs are captured
 first, and MoE kernels meet new sizes."""
 
-
 MEMORY_RESERVE = 1 << 30
 """Bytes of device memory that a cache must leave for the model's workspace."""
+
+READ_FLOATS = 64 << 20  # floats a CPU reads to measure its bandwidth
+COPY_FLOATS = 1 << 29  # floats a GPU copies to measure its bandwidth
+ROOFLINE_REPEATS = 5
 
 ProgressCallback = Callable[[str, int, int], object]
 """(description of the current step, steps done, steps in all)"""
@@ -52,7 +58,6 @@ class BenchmarkConfig:
     ngram: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.model is None and self.shape not in SHAPES:
             raise InputError(f"--shape must be one of {', '.join(SHAPES)}, found {self.shape!r}.")
         if unknown := [name for name in self.caches if name not in CACHES]:
@@ -67,64 +72,67 @@ class BenchmarkConfig:
         """Tokens of the longest sequence."""
         return max(self.prompt, *self.contexts) + self.tokens + TAIL_TOKENS
 
-    def rows(self) -> list[Row]:
+    def measurements(self) -> list[Measurement]:
         """The measurements to make, in order, without results."""
         first, *longer = self.contexts
-        shapes = [(batch, first) for batch in self.batches]
-        shapes += [(self.batches[0], context) for context in longer]
-        kinds = ["decode", "ngram"] if self.ngram else ["decode"]
-        prompt = Row("prompt", self.caches[0], self.prompt, 1)
-        return [prompt] + [
-            Row(work, cache, context, batch)
+        sizes = [(batch, first) for batch in self.batches]
+        sizes += [(self.batches[0], context) for context in longer]
+        return [Measurement("prompt", self.caches[0], self.prompt, 1)] + [
+            Measurement(work, cache, context, batch)
             for cache in self.caches
-            for batch, context in shapes
-            for work in kinds
+            for batch, context in sizes
+            for work in (("decode", "ngram") if self.ngram else ("decode",))
         ]
+
+
+class Roofline(NamedTuple):
+    """The measured limits of a device."""
+
+    bandwidth: float  # bytes/s: reading on the CPU, reading and writing of a copy on a GPU
+    flops: float  # operations/s of one large matrix product in the model's precision
 
 
 def run(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: None) -> Report:
     """Make all measurements."""
     env.cap_onednn_isa()  # must come before torch computes anything
     device = pick_device(config.device or env.default_device())
-    planned = config.rows()
+    planned = config.measurements()
     total = len(planned) + 3
     on_progress("loading", 0, total)
     with loaded_model(config, device) as (model, load_seconds):
         tokenizer = Tokenizer(model.config)
-        first = _first_token(model, tokenizer)
+        first_token_seconds = _generate_first_token(model, tokenizer)
         load_memory = peak_memory(device)
         on_progress("the machine", 2, total)
-        summary, limits = model.summary(), measure_roofline(device, model.backends[0].dtype)
-        reset_peak_memory(device)  # what measuring the machine took does not count
-        bench = _Benchmark(model, tokenizer, summary, limits, device, *_step_costs(model, summary))
+        summary, roofline = model.summary(), measure_roofline(device, model.backends[0].dtype)
+        reset_peak_memory(device)  # the memory that measuring the roofline took does not count
+        bench = _Benchmark(config, model, tokenizer, summary, roofline, device, *_step_costs(model, summary))
         rows = []
         for done, row in enumerate(planned, 3):
-            words = f"{row.work}, {row.cache} cache, {row.batch} × {row.context}"
-            on_progress(words, done, total)
-            rows.append(bench.measure(row, config))
+            on_progress(f"{row.work}, {row.cache} cache, {row.batch} × {row.context}", done, total)
+            rows.append(bench.measure(row))
         on_progress("done", total, total)
         memory = max(load_memory, peak_memory(device))
-        return _report(config, bench, tuple(rows), load_seconds, first, memory)
+        return bench.report(tuple(rows), load_seconds, first_token_seconds, memory)
 
 
 @contextmanager
-def loaded_model(plan: BenchmarkConfig, device: torch.device) -> Iterator[tuple[TimedModel, float]]:
-    """Load the model for the block; yields it and the seconds that took."""
+def loaded_model(config: BenchmarkConfig, device: torch.device) -> Iterator[tuple[TimedModel, float]]:
+    """Load the model that a config names; yields it and the seconds that took, and unloads it at the end."""
     with tempfile.TemporaryDirectory(prefix="exlm-bench-") as folder:
-        path = plan.model
+        path = config.model
         if path is None:
-            path = write_model_folder(Path(folder), SHAPES[plan.shape], plan.longest_sequence)
-        config = Config(path)
-        _check_length(plan, config)
-        config.device = str(device)
-        config.max_seq_len = max(
-            config.max_seq_len, plan.longest_sequence
-        )  # the sequence goes a few tokens beyond the last context
-        model = TimedModel(config)
-        if plan.model is None:
-            stored = weight_format(plan.format, plan.bits)
+            path = write_model_folder(Path(folder), SHAPES[config.shape], config.longest_sequence)
+        model_config = Config(path)
+        _check_length(config, model_config)
+        model_config.device = str(device)
+        # The sequence goes a few tokens beyond the last context.
+        model_config.max_seq_len = max(model_config.max_seq_len, config.longest_sequence)
+        model = TimedModel(model_config)
+        if config.model is None:
+            fmt = synthetic_format(config.format, config.bits)
             model.open_checkpoint = lambda frozen: SyntheticCheckpoint(
-                frozen.spec, stored, repetitive=plan.ngram
+                frozen.spec, fmt, repetitive=config.ngram
             )
         start = time.perf_counter()
         model.load()
@@ -136,18 +144,18 @@ def loaded_model(plan: BenchmarkConfig, device: torch.device) -> Iterator[tuple[
             model.unload()
 
 
-def _check_length(plan: BenchmarkConfig, config: Config) -> None:
+def _check_length(config: BenchmarkConfig, model_config: Config) -> None:
     """Refuse sequences longer than the model's context; random weights get any length."""
-    for option, longest in (("--context", max(plan.contexts)), ("--prompt", plan.prompt)):
-        if longest > config.max_seq_len:
+    for option, longest in (("--context", max(config.contexts)), ("--prompt", config.prompt)):
+        if longest > model_config.max_seq_len:
             raise InputError(
-                f"{option} {longest} is more than this model has: {config.max_seq_len} tokens. Ask for less, "
-                "or measure a --shape, which can be of any length."
+                f"{option} {longest} is more than this model has: {model_config.max_seq_len} tokens. "
+                "Ask for less, or measure a --shape, which can be of any length."
             )
 
 
-def _first_token(model: TimedModel, tokenizer: Tokenizer) -> float | None:
-    """Seconds from the start of this process to its first token."""
+def _generate_first_token(model: TimedModel, tokenizer: Tokenizer) -> float | None:
+    """Generate a token; returns the seconds from the start of this process."""
     Workload(model, tokenizer, Cache(model, max_seq_len=256), 1).prompt(8)
     return seconds_since_start()
 
@@ -156,105 +164,144 @@ def _first_token(model: TimedModel, tokenizer: Tokenizer) -> float | None:
 class _Benchmark:
     """A loaded model, and the limits it is compared with."""
 
+    config: BenchmarkConfig
     model: TimedModel
     tokenizer: Tokenizer
     summary: Summary
     roofline: Roofline
     device: torch.device
     bytes_per_step: int  # of the weights that a decode step reads
-    products_per_token: int  # multiply-adds for one token
+    fmas_per_token: int
 
-    def measure(self, row: Row, plan: BenchmarkConfig) -> Row:
-        """Make one measurement; the row is returned without results if its cache does not fit."""
-        kind = CACHES[row.cache]
+    def measure(self, row: Measurement) -> Measurement:
+        """Make one measurement; it is returned without results if its cache does not fit."""
+        config, cache_class = self.config, CACHES[row.cache]
         # Every timed prompt is a different one, so that none is found in the prefix cache.
-        times = PROMPT_REPEATS + 1 if row.work == "prompt" else 1
-        tokens = tokens_needed(row.batch, row.context, plan.tokens) * times
-        held = sum(kind(self.model, max_seq_len=tokens, lazy=True).layer_bytes())
+        prompts = PROMPT_REPEATS + 1 if row.work == "prompt" else 1
+        tokens = tokens_needed(row.batch, row.context, config.tokens) * prompts
+        cache_bytes = sum(cache_class(self.model, max_seq_len=tokens, lazy=True).layer_bytes())
         free_memory(self.device)
-        if held + MEMORY_RESERVE > free_bytes(self.device):
+        if cache_bytes + MEMORY_RESERVE > free_bytes(self.device):
             return row
-        work = Workload(
-            self.model, self.tokenizer, kind(self.model, max_seq_len=tokens), row.batch, row.work == "ngram"
-        )
+        cache = cache_class(self.model, max_seq_len=tokens)
+        work = Workload(self.model, self.tokenizer, cache, row.batch, row.work == "ngram")
         if row.work == "prompt":
             timings = [work.prompt(row.context, row=other) for other in range(2 * PROMPT_REPEATS)]
-            return self._rated(row, sorted(timings[PROMPT_REPEATS:])[PROMPT_REPEATS // 2], 0.0, row.context)
-        before = max(1, row.context - plan.tokens // 2)  # centre the timed steps on the context
-        timing = work.decode(row.batch, before, plan.tokens, plan.ngram)
-        seen = row.batch * (before + plan.tokens / 2)
-        return self._rated(row, timing, held / tokens * seen, row.batch)
+            return self._with_results(
+                row, sorted(timings[PROMPT_REPEATS:])[PROMPT_REPEATS // 2], 0.0, row.context
+            )
+        before = max(1, row.context - config.tokens // 2)  # centre the timed steps on the context
+        timing = work.decode(row.batch, before, config.tokens, config.ngram)
+        tokens_read = row.batch * (before + config.tokens / 2)
+        return self._with_results(row, timing, cache_bytes / tokens * tokens_read, row.batch)
 
-    def _rated(self, row: Row, timing: Timing, cached: float, products: int) -> Row:
-        """Turn a timing into rates and shares of the limits; a step also reads `cached` bytes of KV cache."""
+    def _with_results(self, row: Measurement, timing: Timing, cache_bytes: float, tokens: int) -> Measurement:
+        """The measurement of steps that each read `cache_bytes` of KV cache and compute so many `tokens`."""
         step = timing.seconds / timing.steps
-        read = self.bytes_per_step + round(cached)
-        idle = max(0.0, 1 - timing.model_seconds / timing.seconds)
+        read = self.bytes_per_step + round(cache_bytes)
+        idle = max(0.0, 1 - timing.forward_seconds / timing.seconds)
         bandwidth = read / step / self.roofline.bandwidth
-        share = 2 * self.products_per_token * products / step / self.roofline.flops
-        return Row(
-            row.work,
-            _cache_name(row.cache, self.model.cache_dtype),
-            row.context,
-            row.batch,
-            timing.tokens / timing.seconds,
-            step,
-            read,
-            bandwidth,
-            share,
-            idle,
-            bound(bandwidth, share, idle, self.device.type == "cuda"),
-            timing.tokens / timing.steps / row.batch,
+        flops = 2 * self.fmas_per_token * tokens / step / self.roofline.flops
+        return replace(
+            row,
+            cache="bf16" if row.cache == "fp16" and self.model.cache_dtype is torch.bfloat16 else row.cache,
+            tokens_per_second=timing.tokens / timing.seconds,
+            step_seconds=step,
+            bytes_read=read,
+            bandwidth_share=bandwidth,
+            flops_share=flops,
+            idle_share=idle,
+            bound=bound(bandwidth, flops, idle, self.device.type == "cuda"),
+            tokens_per_row_step=timing.tokens / timing.steps / row.batch,
+        )
+
+    def report(
+        self, rows: tuple[Measurement, ...], load_seconds: float, first_token: float | None, memory: int
+    ) -> Report:
+        """The measurements with the facts about the model and the machine."""
+        config, summary, device = self.config, self.summary, self.device
+        layers = [m for m in summary.matrices if m.role != "head"]
+        return Report(
+            model=config.shape if config.model is None else config.model.name,
+            format=Counter(m.form for m in layers).most_common(1)[0][0],
+            parameters=summary.parameters,
+            weight_bytes=self.bytes_per_step,
+            bits=8 * sum(m.nbytes for m in layers) / sum(m.in_features * m.out_features for m in layers),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            backends=tuple(name for name, _ in Counter(m.backend for m in summary.matrices).most_common()),
+            threads=torch.get_num_threads(),
+            load_seconds=load_seconds,
+            first_token_seconds=first_token,
+            peak_memory=memory,
+            bandwidth=self.roofline.bandwidth,
+            flops=self.roofline.flops,
+            rows=rows,
+            system=describe_hardware(),
         )
 
 
 def _step_costs(model: TimedModel, summary: Summary) -> tuple[int, int]:
-    """(bytes of weights a decode step reads, as stored in files; multiply-adds for one token).
+    """(bytes of weights a decode step reads, as stored in files; fused multiply-adds for one token).
 
     Of a mixture of experts those that one token uses count; a tied head has the embedding's bytes.
     """
-    source = model.open_checkpoint(model.config.freeze())
-    read = products = 0.0
+    checkpoint = model.open_checkpoint(model.config.freeze())
+    read = fmas = 0.0
     for m in summary.matrices:
         share = 1.0
         if ".experts." in m.role:
             moe = summary.spec.layers[int(m.role.split(".")[1])].mlp
             share = moe.active / moe.experts if isinstance(moe, spec.Moe) else 1.0
-        read += share * (m.nbytes or source.describe("embed")[1])
-        products += share * m.in_features * m.out_features
-    return round(read), round(products)
+        read += share * (m.nbytes or checkpoint.describe("embed")[1])
+        fmas += share * m.in_features * m.out_features
+    return round(read), round(fmas)
 
 
-def _cache_name(name: str, dtype: torch.dtype) -> str:
-    """The cache type to show: fp16 is bf16 if the model computes in that."""
-    return "bf16" if name == "fp16" and dtype is torch.bfloat16 else name
+def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
+    """Measure a device; the CPU with torch's number of threads."""
+    if device.type == "cuda":
+        return Roofline(_copy_bandwidth(device), _gemm_flops(8192, device, dtype))
+    return Roofline(_read_bandwidth(), _gemm_flops(1024, device, dtype))
 
 
-def _report(
-    plan: BenchmarkConfig,
-    bench: _Benchmark,
-    rows: tuple[Row, ...],
-    load: float,
-    first: float | None,
-    memory: int,
-) -> Report:
-    summary, device = bench.summary, bench.device
-    layers = [m for m in summary.matrices if m.role != "head"]
-    forms = Counter(m.form for m in layers)
-    return Report(
-        model=plan.shape if plan.model is None else plan.model.name,
-        form=forms.most_common(1)[0][0],
-        parameters=summary.parameters,
-        weights=bench.bytes_per_step,
-        bits=8 * sum(m.nbytes for m in layers) / sum(m.in_features * m.out_features for m in layers),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        backends=tuple(name for name, _ in Counter(m.backend for m in summary.matrices).most_common()),
-        threads=torch.get_num_threads(),
-        load=load,
-        first=first,
-        memory=memory,
-        bandwidth=bench.roofline.bandwidth,
-        products=bench.roofline.flops,
-        rows=rows,
-        system={fact.name: fact.value for fact in facts()},
-    )
+def median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Device time of `work`: the median of a few runs."""
+    work()
+    if device.type != "cuda":
+        return median(_seconds(work) for _ in range(ROOFLINE_REPEATS))
+    cuda: Any = torch.cuda
+    times = []
+    for _ in range(ROOFLINE_REPEATS):
+        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) / 1e3)
+    return median(times)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _read_bandwidth() -> float:
+    """The best of a few runs: what other programs use is not the memory's limit."""
+    numbers = torch.ones(READ_FLOATS)
+    numbers.sum()
+    return float(numbers.nbytes / min(_seconds(numbers.sum) for _ in range(ROOFLINE_REPEATS)))
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    source = torch.ones(COPY_FLOATS, device=device)
+    target = torch.empty_like(source)
+    return float(2 * source.nbytes / median_seconds(lambda: torch.neg(source, out=target), device))
+
+
+def _gemm_flops(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
+    out = torch.empty_like(a)
+    return float(2 * size**3 / median_seconds(lambda: torch.mm(a, b, out=out), device))

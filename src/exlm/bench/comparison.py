@@ -18,7 +18,7 @@ from pathlib import Path
 from .. import convert_model, env
 from ..errors import InputError
 from . import comparison_engines as engines
-from .report import Peer
+from .report import EngineResult
 
 ENGINES = {
     "exlm": "exlm",
@@ -38,7 +38,7 @@ def compare(
     turns: int = 3,
     pythons: Mapping[str, str] | None = None,
     on_progress: Callable[[str, int, int], object] = lambda *_: None,
-) -> tuple[list[Peer], list[str]]:
+) -> tuple[list[EngineResult], list[str]]:
     """(results of every engine for each turn, why engines were skipped).
 
     `pythons` has the interpreters of engines that are installed in other environments.
@@ -52,54 +52,51 @@ def compare(
     skipped = [
         f"{name}: {needs} is not installed" for name, needs in ENGINES.items() if name not in interpreters
     ]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in interpreters}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in interpreters}
     for turn in range(turns):
-        for number, name in enumerate(list(found)):
-            on_progress(name, turn * len(found) + number, turns * len(found))
+        for number, name in enumerate(list(runs)):
+            on_progress(name, turn * len(runs) + number, turns * len(runs))
             try:
-                found[name].append(
-                    _run_once(
-                        interpreters[name], name, _model_files(name, model, interpreters[name]), threads
-                    )
-                )
+                files = _model_files(name, model, interpreters[name])
+                runs[name].append(_run_once(interpreters[name], name, files, threads))
             except RuntimeError as error:
                 skipped.append(str(error))
-                del found[name]
-    return [Peer(name, _by_metric(values)) for name, values in found.items()], skipped
+                del runs[name]
+    return [EngineResult(name, _by_metric(metrics)) for name, metrics in runs.items()], skipped
 
 
 def _run_once(python: str, engine: str, files: Path, threads: int) -> dict[str, float]:
     """Run an engine once, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        code = str(Path(engines.__file__))
-        command = [python, code, engine, str(files), str(threads), repr(time.time()), str(answer)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
-        if done.returncode or not answer.exists():
-            raise RuntimeError(f"{engine}: {' '.join(done.stderr.strip().splitlines()[-1:])}")
-        found: dict[str, float] = json.loads(answer.read_text())
-    return found
+        output = Path(folder) / "metrics.json"
+        arguments = (engine, str(files), str(threads), repr(time.time()), str(output))
+        command = [python, str(Path(engines.__file__)), *arguments]
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        if process.returncode or not output.exists():
+            raise RuntimeError(f"{engine}: {' '.join(process.stderr.strip().splitlines()[-1:])}")
+        metrics: dict[str, float] = json.loads(output.read_text())
+    return metrics
 
 
 def _model_files(engine: str, model: Path, python: str) -> Path:
     """What an engine loads: the file, a dense copy of it, or an ONNX model built from that."""
     if engine in ("exlm", "llama.cpp"):
         return model
-    kept = env.cache_folder() / "bench"
-    dense = kept / f"{model.stem}-dense"
+    folder = env.cache_folder() / "bench"
+    dense = folder / f"{model.stem}-dense"
     if not dense.exists():
         convert_model(model, dense, "dense")
     if engine == "transformers":
         return dense
-    built = kept / f"{model.stem}-onnx"
-    if not built.exists():
-        builder = [python, "-m", "onnxruntime_genai.models.builder", "-i", str(dense), "-o", str(built)]
-        command = [*builder, "-p", "int4", "-e", "cpu", "-c", str(kept / "onnx-cache")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
-        if done.returncode:
-            raise RuntimeError(f"{engine}: its builder failed: {done.stderr.strip()[-300:]}")
-    return built
+    onnx = folder / f"{model.stem}-onnx"
+    if not onnx.exists():
+        builder = [python, "-m", "onnxruntime_genai.models.builder", "-i", str(dense), "-o", str(onnx)]
+        command = [*builder, "-p", "int4", "-e", "cpu", "-c", str(folder / "onnx-cache")]
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        if process.returncode:
+            raise RuntimeError(f"{engine}: its builder failed: {process.stderr.strip()[-300:]}")
+    return onnx
 
 
-def _by_metric(values: list[dict[str, float]]) -> dict[str, list[float]]:
-    return {key: [one[key] for one in values] for key in (values[0] if values else {})}
+def _by_metric(runs: list[dict[str, float]]) -> dict[str, list[float]]:
+    return {key: [run[key] for run in runs] for key in (runs[0] if runs else {})}

@@ -1,7 +1,7 @@
-"""One run of one engine, as a program: `comparison_engines.py ENGINE MODEL THREADS STARTED ANSWER`.
+"""One run of one engine, as a program: `comparison_engines.py ENGINE MODEL THREADS STARTED OUTPUT`.
 
 Imports nothing of exlm at the top, so that an interpreter with only another engine installed can run it.
-Writes its measurements to the file ANSWER as JSON. All engines get the same prompt of 512 tokens, the same
+Writes its measurements to the file OUTPUT as JSON. All engines get the same prompt of 512 tokens, the same
 number of threads, and decode greedily.
 """
 
@@ -49,12 +49,12 @@ def exlm(model: str, threads: int, started: float) -> Metrics:
         return first - start, time.perf_counter() - first
 
     run([prompt_ids(90, 8)], 1)
-    answer = {"first": time.time() - started}
+    metrics = {"first": time.time() - started}
     run([prompt_ids(91)], 4)
-    answer["prompt"] = PROMPT / run([prompt_ids(0)], 1)[0]
-    answer["decode"] = (NEW - 1) / run([prompt_ids(1, 32)], NEW)[1]
-    answer["batch"] = ROWS * (NEW - 1) / run([prompt_ids(row + 2, 32) for row in range(ROWS)], NEW)[1]
-    return answer
+    metrics["prompt"] = PROMPT / run([prompt_ids(0)], 1)[0]
+    metrics["decode"] = (NEW - 1) / run([prompt_ids(1, 32)], NEW)[1]
+    metrics["batch"] = ROWS * (NEW - 1) / run([prompt_ids(row + 2, 32) for row in range(ROWS)], NEW)[1]
+    return metrics
 
 
 def transformers(model: str, threads: int, started: float) -> Metrics:
@@ -72,15 +72,15 @@ def transformers(model: str, threads: int, started: float) -> Metrics:
 
     with torch.inference_mode():
         prompt(90, 8)
-        answer = {"first": time.time() - started}
+        metrics = {"first": time.time() - started}
         prompt(91, PROMPT)
-        answer["prompt"] = PROMPT / prompt(0, PROMPT)[1]
+        metrics["prompt"] = PROMPT / prompt(0, PROMPT)[1]
         out, _ = prompt(1, 32)
         start = time.perf_counter()
         for _ in range(NEW // 2):
             out = loaded(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
-        answer["decode"] = NEW // 2 / (time.perf_counter() - start)
-    return answer
+        metrics["decode"] = NEW // 2 / (time.perf_counter() - start)
+    return metrics
 
 
 def llama_cpp(model: str, threads: int, started: float) -> Metrics:
@@ -94,16 +94,16 @@ def llama_cpp(model: str, threads: int, started: float) -> Metrics:
     server = xllamacpp.Server(params)
 
     def run(prompt: list[int], new: int) -> dict[str, float]:
-        asked = {"prompt": prompt, "n_predict": new, "temperature": 0, "ignore_eos": True}
-        answer: dict[str, float] = server.handle_completions({**asked, "cache_prompt": False})["timings"]
-        return answer
+        request = {"prompt": prompt, "n_predict": new, "temperature": 0, "ignore_eos": True}
+        timings: dict[str, float] = server.handle_completions({**request, "cache_prompt": False})["timings"]
+        return timings
 
     run(prompt_ids(90, 8), 1)
-    answer = {"first": time.time() - started}
+    metrics = {"first": time.time() - started}
     run(prompt_ids(91), 4)
-    answer["prompt"] = run(prompt_ids(0), 1)["prompt_per_second"]
-    answer["decode"] = run(prompt_ids(1, 32), NEW)["predicted_per_second"]
-    return answer
+    metrics["prompt"] = run(prompt_ids(0), 1)["prompt_per_second"]
+    metrics["decode"] = run(prompt_ids(1, 32), NEW)["predicted_per_second"]
+    return metrics
 
 
 def onnxruntime(model: str, threads: int, started: float) -> Metrics:
@@ -111,8 +111,8 @@ def onnxruntime(model: str, threads: int, started: float) -> Metrics:
     import onnxruntime_genai as og  # type: ignore[import-not-found]
 
     config = og.Config(model)
-    wish = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
-    config.overlay(json.dumps(wish))
+    overlay = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+    config.overlay(json.dumps(overlay))
     loaded = og.Model(config)
 
     def run(prompt: list[int], new: int) -> tuple[float, float]:
@@ -128,11 +128,11 @@ def onnxruntime(model: str, threads: int, started: float) -> Metrics:
         return first - start, time.perf_counter() - first
 
     run(prompt_ids(90, 8), 1)
-    answer = {"first": time.time() - started}
+    metrics = {"first": time.time() - started}
     run(prompt_ids(91), 4)
-    answer["prompt"] = PROMPT / run(prompt_ids(0), 1)[0]
-    answer["decode"] = (NEW - 1) / run(prompt_ids(1, 32), NEW)[1]
-    return answer
+    metrics["prompt"] = PROMPT / run(prompt_ids(0), 1)[0]
+    metrics["decode"] = (NEW - 1) / run(prompt_ids(1, 32), NEW)[1]
+    return metrics
 
 
 ENGINES: dict[str, Callable[[str, int, float], Metrics]] = {
@@ -153,9 +153,9 @@ def peak_memory_mb() -> float:
 
 def main() -> None:
     """Run an engine and write its metrics."""
-    engine, model, threads, started, answer = sys.argv[1:]
-    found = ENGINES[engine](model, int(threads), float(started))
-    Path(answer).write_text(json.dumps({**found, "peak": peak_memory_mb()}))
+    engine, model, threads, started, output = sys.argv[1:]
+    metrics = ENGINES[engine](model, int(threads), float(started))
+    Path(output).write_text(json.dumps({**metrics, "peak": peak_memory_mb()}))
 
 
 if __name__ == "__main__":

@@ -13,26 +13,44 @@ BOUND_SHARE = 0.4
 """From this share of a limit on the work counts as bound by it."""
 
 
+_JSON_KEYS = {
+    "tokens_per_second": "rate",
+    "step_seconds": "step",
+    "bytes_read": "read",
+    "bandwidth_share": "bandwidth",
+    "flops_share": "products",
+    "idle_share": "idle",
+    "tokens_per_row_step": "each",
+    "format": "form",
+    "weight_bytes": "weights",
+    "load_seconds": "load",
+    "first_token_seconds": "first",
+    "peak_memory": "memory",
+    "flops": "products",
+}
+"""The keys of `--json` that differ from the field's name here."""
+
+
 @dataclass(frozen=True)
-class Row:
-    """One measurement; shares are between 0 and 1."""
+class Measurement:
+    """The speed of one kind of work at one size; shares are between 0 and 1."""
 
     work: str  # "prompt", "decode", or "ngram": decode with n-gram speculation
     cache: str
     context: int  # tokens in the cache half way through the timed steps; the length of a prompt
     batch: int
-    rate: float | None = None  # tokens/s of all rows together; None if the cache does not fit
-    step: float = 0.0  # seconds
-    read: int = 0  # bytes of weights and KV cache that a step must read
-    bandwidth: float = 0.0  # share of the memory bandwidth
-    products: float = 0.0  # share of the GEMM throughput
-    idle: float = 0.0  # share of a step spent outside forward passes
+    tokens_per_second: float | None = None  # of all rows together; None if the cache does not fit
+    step_seconds: float = 0.0
+    bytes_read: int = 0  # of weights and KV cache, which a step must read
+    bandwidth_share: float = 0.0
+    flops_share: float = 0.0
+    idle_share: float = 0.0  # of a step, spent outside forward passes
     bound: str = "does not fit"
-    each: float = 1.0  # tokens per row and step
+    tokens_per_row_step: float = 1.0
 
 
 @dataclass(frozen=True)
-class Peer:
+class EngineResult:
     """The metrics of one engine, one value for each turn."""
 
     engine: str
@@ -44,33 +62,33 @@ class Report:
     """Everything measured in one run."""
 
     model: str
-    form: str
+    format: str
     parameters: int
-    weights: int  # bytes of them that a decode step reads
+    weight_bytes: int  # that a decode step reads
     bits: float  # per weight of the layers' matrices
     device: str
     backends: tuple[str, ...]  # of the matrices, the most frequent first
     threads: int
-    load: float  # seconds; includes making random weights
-    first: float | None  # seconds from the start of the process to the first token
-    memory: int  # peak, in bytes
+    load_seconds: float  # includes making random weights
+    first_token_seconds: float | None  # from the start of the process
+    peak_memory: int  # bytes
     bandwidth: float  # bytes/s of the device
-    products: float  # GEMM operations/s of the device
-    rows: tuple[Row, ...]
+    flops: float  # GEMM operations/s of the device
+    rows: tuple[Measurement, ...]
     system: dict[str, str] = field(default_factory=dict)
-    peers: tuple[Peer, ...] = ()
+    peers: tuple[EngineResult, ...] = ()
 
     def json(self) -> dict[str, Any]:
         """The report as lists and dicts."""
-        return asdict(self)
+        return asdict(self, dict_factory=lambda fields: {_JSON_KEYS.get(key, key): v for key, v in fields})
 
 
-def bound(bandwidth: float, products: float, idle: float, on_gpu: bool) -> str:
+def bound(bandwidth: float, flops: float, idle: float, on_gpu: bool) -> str:
     """What bounds the work, judged by its shares of the limits and of idle time."""
     if idle >= BOUND_SHARE:
         return "host"
-    if max(bandwidth, products) >= BOUND_SHARE:
-        return "memory" if bandwidth >= products else "compute"
+    if max(bandwidth, flops) >= BOUND_SHARE:
+        return "memory" if bandwidth >= flops else "compute"
     return "launch" if on_gpu else "compute"
 
 
@@ -86,19 +104,19 @@ def save_plot(report: Report, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [row for row in report.rows if row.rate is not None]
+    rows = [row for row in report.rows if row.tokens_per_second is not None]
     names = [f"{row.work} {row.cache}\n{row.batch} × {row.context}" for row in rows]
     figure = Figure(figsize=(max(6.0, 1.1 * len(rows)), 6.0), layout="constrained")
     FigureCanvasAgg(figure)
     rates, shares = figure.subplots(2, 1, sharex=True)
-    bars = rates.bar(names, [row.rate or 0.0 for row in rows], color="#4c72b0")
+    bars = rates.bar(names, [row.tokens_per_second or 0.0 for row in rows], color="#4c72b0")
     rates.bar_label(bars, fmt="{:,.0f}")
     rates.set_yscale("log")
     rates.set_ylabel("tokens / s")
-    rates.set_title(f"{report.model}, {report.form} {report.bits:.2f} bit, {report.device}")
+    rates.set_title(f"{report.model}, {report.format} {report.bits:.2f} bit, {report.device}")
     places = range(len(rows))
-    shares.bar([x - 0.2 for x in places], [100 * r.bandwidth for r in rows], 0.4, label="of bandwidth")
-    shares.bar([x + 0.2 for x in places], [100 * r.products for r in rows], 0.4, label="of products")
+    shares.bar([x - 0.2 for x in places], [100 * r.bandwidth_share for r in rows], 0.4, label="of bandwidth")
+    shares.bar([x + 0.2 for x in places], [100 * r.flops_share for r in rows], 0.4, label="of products")
     shares.set_ylabel("% of the machine's limit")
     shares.legend()
     figure.savefig(path, format="png", dpi=120)

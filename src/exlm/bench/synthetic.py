@@ -1,24 +1,280 @@
-"""A model with random weights: its config and tokenizer files, and a checkpoint that makes its tensors."""
+"""Models with random weights: matrices in each format's layout, a checkpoint of them, config, tokenizer.
+
+Matrices are made on the device they are used on; scales are chosen so that a forward pass stays finite.
+`nbytes` is the size a matrix would have in the format's files, which is what a decode step must read.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from .. import spec
-from ..formats import DenseWeight, Weight
+from ..errors import InputError
+from ..formats import (
+    DenseWeight,
+    Exl2Scales,
+    KQuantScales,
+    PackedWeight,
+    PlainScales,
+    Scales,
+    Segment,
+    Weight,
+)
+from ..formats.bits import num_words
+from ..formats.exl2 import BIT_WIDTHS
+from ..formats.gguf_types import BLOCK_LAYOUTS
 from ..spec.weight_roles import matrices
-from .shapes import Shape
-from .synthetic_weights import Dense, RandomTensors, WeightFormat
+from .shapes import FORMATS, Shape
+
+GROUP_SIZE = 128
+FINE_GROUP_SIZE = 32  # rows of a group in EXL2's segments of more bits
+_SQUARED_SCALE_RMS = 0.482  # root mean square of (k / 16)² for k = 1 to 16, EXL2's scales
 
 CYCLE_LENGTH = 16
 """How many tokens a repetitive model cycles through."""
 
-_FAINT_SCALE = 1 / 512  # scale of what a repetitive model's layers add to the residual stream
+_RESIDUAL_SCALE = 1 / 512  # scale of what a repetitive model's layers add to the residual stream
+
+
+class RandomTensors:
+    """Random tensors on one device, from a seed."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def integers(self, rows: int, columns: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
+        """(rows, columns) integers from `low` to `high` - 1."""
+        out = torch.empty(rows, columns, dtype=dtype, device=self.device)
+        return out.random_(low, high, generator=self._generator)
+
+    def words(self, rows: int, columns: int) -> Tensor:
+        """(rows, columns) int32 with random bits: packed codes of any width."""
+        return self.integers(rows, columns, -(2**31), 2**31, torch.int32)
+
+    def floats(self, rows: int, columns: int, deviation: float) -> Tensor:
+        """(rows, columns) float16 with eight significant bits, since most models are trained in bfloat16."""
+        out = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
+        return out.normal_(0, deviation, generator=self._generator).half()
+
+    def permutation(self, length: int) -> Tensor:
+        """An int32 permutation, the same for each length: matrices that share an input share it in files."""
+        generator = torch.Generator(self.device).manual_seed(length)
+        return torch.randperm(length, generator=generator, device=self.device, dtype=torch.int32)
+
+
+class SyntheticFormat(Protocol):
+    """A format with its number of bits."""
+
+    def weight(
+        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
+    ) -> Weight:
+        """A random matrix with about this standard deviation; `head`: it is the LM head's."""
+        ...
+
+    def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
+        """Bytes of the matrix in files."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exl2:
+    """EXL2: several widths with a given average, widest first; the head has its own width."""
+
+    bits: float = 4.1
+    head_bits: int = 6
+
+    def segments(self, inputs: int, outputs: int, head: bool) -> list[tuple[int, tuple[int, ...]]]:
+        """(bits, rows of each group) of each segment, widest first; a few percent are wider than the rest."""
+        if head:
+            return [(self.head_bits, group_sizes(inputs, GROUP_SIZE))]
+        total = self.bits * inputs * outputs
+        base = max(
+            (w for w in BIT_WIDTHS if self._bits([(w, group_sizes(inputs, GROUP_SIZE))], outputs) <= total),
+            default=0,
+        )
+        if not base:
+            raise InputError(f"{self.bits} bits are too few for EXL2: it needs at least 2.1 with its scales.")
+        gap = total - self._bits([(base, group_sizes(inputs, GROUP_SIZE))], outputs)
+        wider = [w for w in BIT_WIDTHS if w > base][:2]
+        wide: list[tuple[int, tuple[int, ...]]] = []
+        rest = inputs
+        for width in reversed(wider):
+            extra_bits = (
+                FINE_GROUP_SIZE * (width - base) * outputs + 3 * outputs
+            )  # and three more scales of 4 bits
+            share = gap / 4 if width != wider[0] else gap
+            count = min(int(share / extra_bits + 0.5), rest // FINE_GROUP_SIZE - 1)
+            if count > 0:
+                wide.append((width, (FINE_GROUP_SIZE,) * count))
+                rest, gap = rest - FINE_GROUP_SIZE * count, gap - extra_bits * count
+        return [*wide, (base, group_sizes(rest, GROUP_SIZE))]
+
+    def weight(
+        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
+    ) -> Weight:
+        """Random codes, scales and permutation."""
+        parts = []
+        for bits, sizes in self.segments(inputs, outputs, head):
+            largest = deviation * unit_scale(bits) / _SQUARED_SCALE_RMS
+            scales = Exl2Scales(
+                random.integers(len(sizes), outputs, 0, 16, torch.uint8),
+                torch.full((len(sizes),), largest, device=random.device).half(),
+            )
+            codes = random.words(num_words(sum(sizes), bits), outputs)
+            parts.append(Segment(bits, sizes, codes, scales, zero=1 << (bits - 1)))
+        return PackedWeight("exl2", inputs, outputs, tuple(parts), torch.float16, random.permutation(inputs))
+
+    def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
+        """Codes, 4-bit scales, the largest scale of each group, group table and permutation."""
+        return self._bits(self.segments(inputs, outputs, head), outputs) // 8
+
+    @staticmethod
+    def _bits(segments: list[tuple[int, tuple[int, ...]]], outputs: int) -> int:
+        rows = sum(sum(sizes) for _, sizes in segments)
+        codes = sum(bits * sum(sizes) * outputs for bits, sizes in segments)
+        return codes + sum(len(sizes) for _, sizes in segments) * (4 * outputs + 48) + 32 * rows
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """GPTQ: one width, groups of 128 with zero points; the head stays float16, as GPTQ tools leave it."""
+
+    bits: int = 4
+
+    def weight(
+        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
+    ) -> Weight:
+        """Random codes and zero points, equal scales."""
+        if head:
+            return DenseWeight(random.floats(outputs, inputs, deviation))
+        sizes, centre = group_sizes(inputs, GROUP_SIZE), 1 << (self.bits - 1)
+        scales = torch.full(
+            (len(sizes), outputs), deviation * unit_scale(self.bits), device=random.device
+        ).half()
+        zeros = random.integers(len(sizes), outputs, centre - 1, centre + 2, torch.uint8)
+        codes = random.words(num_words(inputs, self.bits), outputs)
+        segment = Segment(self.bits, sizes, codes, PlainScales(scales), zeros)
+        return PackedWeight("gptq", inputs, outputs, (segment,), torch.float16)
+
+    def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
+        """Codes, scales, zero points and the group index of each row."""
+        if head:
+            return 2 * inputs * outputs
+        tables = len(group_sizes(inputs, GROUP_SIZE)) * outputs * (16 + self.bits)
+        return (inputs * outputs * self.bits + tables) // 8 + 4 * inputs
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """GGUF: a K-quant if inputs are a multiple of 256, else blocks of 32; the head in Q6_K or Q8_0."""
+
+    kind: str = "Q4_K"
+    legacy_kind: str = "Q4_1"  # where inputs are no multiple of 256
+
+    def type_name(self, inputs: int, head: bool) -> str:
+        """The GGUF type of a matrix."""
+        fits_superblock = inputs % 256 == 0
+        if head and self.kind != "Q8_0":
+            return "Q6_K" if fits_superblock else "Q8_0"
+        return self.kind if fits_superblock else self.legacy_kind
+
+    def weight(
+        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
+    ) -> Weight:
+        """Random codes and scales; minimums are set so that the mean is near zero."""
+        name = self.type_name(inputs, head)
+        layout = BLOCK_LAYOUTS[name]
+        step = deviation * unit_scale(layout.bits)
+        sizes = (layout.group_size,) * (inputs // layout.group_size)
+        minimum = None
+        if not layout.zero:
+            minimum = self._scales(inputs, outputs, name, step * ((1 << layout.bits) - 1) / 2, random)
+        segment = Segment(
+            layout.bits,
+            sizes,
+            random.words(num_words(inputs, layout.bits), outputs),
+            self._scales(inputs, outputs, name, step, random),
+            layout.zero,
+            minimum,
+        )
+        return PackedWeight(f"gguf {name}", inputs, outputs, (segment,), torch.float32)
+
+    def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
+        """Whole blocks."""
+        layout = BLOCK_LAYOUTS[self.type_name(inputs, head)]
+        return inputs // layout.block_size * layout.block_bytes * outputs
+
+    @staticmethod
+    def _scales(inputs: int, outputs: int, name: str, value: float, random: RandomTensors) -> Scales:
+        layout = BLOCK_LAYOUTS[name]
+        groups_per_block = layout.block_size // layout.group_size
+        if groups_per_block == 1:
+            return PlainScales(
+                torch.full((inputs // layout.block_size, outputs), value, device=random.device).half()
+            )
+        dtype = torch.int8 if layout.zero else torch.uint8
+        blocks = torch.arange(inputs // layout.block_size, dtype=torch.int32, device=random.device)
+        return KQuantScales(
+            random.integers(inputs // layout.group_size, outputs, 32, 64, dtype),
+            torch.full((inputs // layout.block_size, outputs), value / 48, device=random.device).half(),
+            blocks.repeat_interleave(groups_per_block),
+        )
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Dense float16."""
+
+    def weight(
+        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
+    ) -> Weight:
+        """Normally distributed values."""
+        return DenseWeight(random.floats(outputs, inputs, deviation))
+
+    def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
+        """Two bytes a weight."""
+        return 2 * inputs * outputs
+
+
+_GGUF_TYPES = {4.5: ("Q4_K", "Q4_1"), 5.5: ("Q5_K", "Q5_1"), 6.5625: ("Q6_K", "Q8_0"), 8.5: ("Q8_0", "Q8_0")}
+
+
+def synthetic_format(name: str, bits: float | None = None) -> SyntheticFormat:
+    """The format of this name, at this average of bits per weight."""
+    if name not in FORMATS:
+        raise InputError(f"The format must be one of {', '.join(FORMATS)}, found {name!r}.")
+    wanted = FORMATS[name] if bits is None else bits
+    if name == "exl2":
+        return Exl2(wanted)
+    if name == "gguf":
+        if wanted not in _GGUF_TYPES:
+            raise InputError(f"GGUF types here have {', '.join(map(str, _GGUF_TYPES))} bits, found {wanted}.")
+        return Gguf(*_GGUF_TYPES[wanted])
+    if name == "gptq":
+        if wanted not in (2, 3, 4, 8):
+            raise InputError(f"GPTQ has 2, 3, 4 or 8 bits, found {wanted}.")
+        return Gptq(int(wanted))
+    if wanted != 16:
+        raise InputError(f"Dense weights have 16 bits, found {wanted}.")
+    return Dense()
+
+
+def group_sizes(rows: int, size: int) -> tuple[int, ...]:
+    """Rows of each group; the last may be smaller."""
+    return (size,) * (rows // size) + ((rows % size,) if rows % size else ())
+
+
+def unit_scale(bits: int) -> float:
+    """The scale that gives uniformly distributed codes of this width a standard deviation of one."""
+    return float(12**0.5 / (1 << bits))
 
 
 class NoFiles:
@@ -38,12 +294,12 @@ class SyntheticCheckpoint:
     """
 
     def __init__(
-        self, model: spec.Model, form: WeightFormat, *, repetitive: bool = False, seed: int = 0
+        self, model: spec.Model, fmt: SyntheticFormat, *, repetitive: bool = False, seed: int = 0
     ) -> None:
-        self._form = form
+        self._format = fmt
         self._repetitive = repetitive
         self._seed = seed
-        self._sizes = {one.role: (one.in_features, one.out_features) for one in matrices(model)}
+        self._sizes = {m.role: (m.in_features, m.out_features) for m in matrices(model)}
         self._sizes["embed"] = model.hidden, model.vocab
 
     @property
@@ -58,9 +314,9 @@ class SyntheticCheckpoint:
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The format's name, and the bytes the matrix would have in files."""
         inputs, outputs = self._sizes[role]
-        if role == "embed" or role.endswith(".router"):  # which no tool quantises
+        if role == "embed" or role.endswith(".router"):  # no tool quantises these
             return "dense float16", 2 * inputs * outputs
-        return type(self._form).__name__.lower(), self._form.nbytes(inputs, outputs, role == "head")
+        return type(self._format).__name__.lower(), self._format.nbytes(inputs, outputs, role == "head")
 
     def unused(self) -> list[str]:
         """No tensor is unused."""
@@ -99,20 +355,20 @@ class SyntheticCheckpoint:
             if self._repetitive:
                 return DenseWeight(self._cycle_embedding(device))
             return DenseWeight(random.floats(out_features, in_features, 1.0))
-        faint = self._repetitive and role.endswith((".o", ".down"))
-        deviation = in_features**-0.5 * (_FAINT_SCALE if faint else 1.0)
-        form = Dense() if role.endswith(".router") else self._form
-        made = form.weight(in_features, out_features, random, role == "head", deviation)
-        if isinstance(made, DenseWeight) and dtype is not None:
-            return DenseWeight(made.data.to(dtype))
-        return made
+        writes_residual = self._repetitive and role.endswith((".o", ".down"))
+        deviation = in_features**-0.5 * (_RESIDUAL_SCALE if writes_residual else 1.0)
+        fmt = Dense() if role.endswith(".router") else self._format
+        weight = fmt.weight(in_features, out_features, random, role == "head", deviation)
+        if isinstance(weight, DenseWeight) and dtype is not None:
+            return DenseWeight(weight.data.to(dtype))
+        return weight
 
     def _cycle_embedding(self, device: torch.device) -> Tensor:
         """The embedding that makes every token predict the next one of the cycle."""
         inputs, outputs = self._sizes["head"]
-        said = token_cycle(outputs)
+        cycle = token_cycle(outputs)
         head = self.weight("head", inputs, outputs, bias=False, dtype=None, device=device)
-        vectors = head.split(1, [(said.start, said.stop)])[0].dequantize().float().T
+        vectors = head.split(1, [(cycle.start, cycle.stop)])[0].dequantize().float().T
         vectors = (vectors / vectors.std()).roll(-1, 0).half()
         return vectors.repeat(-(-outputs // CYCLE_LENGTH), 1)[:outputs].contiguous()
 
@@ -121,13 +377,13 @@ class SyntheticCheckpoint:
 
 
 def token_cycle(vocab: int) -> range:
-    """The tokens that a repetitive model generates; others act as the one with the same remainder."""
+    """The tokens that a repetitive model generates; any other acts as its remainder mod CYCLE_LENGTH."""
     first = vocab // 2 // CYCLE_LENGTH * CYCLE_LENGTH
     return range(first, first + CYCLE_LENGTH)
 
 
 def write_model_folder(folder: Path, shape: Shape, positions: int) -> Path:
-    """Write config.json, with at least so many positions, and a tokenizer of the vocabulary's size."""
+    """Write config.json, with at least this many positions, and a tokenizer of the vocabulary's size."""
     config = shape.config()
     config["max_position_embeddings"] = max(positions, shape.positions)
     (folder / "config.json").write_text(json.dumps(config))
@@ -137,20 +393,20 @@ def write_model_folder(folder: Path, shape: Shape, positions: int) -> Path:
 
 
 def _tokenizer(size: int) -> dict[str, object]:
-    """tokenizer.json: three special tokens, every byte, and made-up words up to the vocabulary's size."""
+    """tokenizer.json: three special tokens, every byte, and random words up to the vocabulary's size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pieces += [f"Ġ{_made_up_word(number)}" for number in range(size - len(pieces))]
-    made = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces[:size])}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    out: dict[str, object] = json.loads(made.to_str())
-    return out
+    pieces += [f"Ġ{_word(number)}" for number in range(size - len(pieces))]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces[:size])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    content: dict[str, object] = json.loads(tokenizer.to_str())
+    return content
 
 
-def _made_up_word(number: int) -> str:
+def _word(number: int) -> str:
     """A different word for each number."""
     letters = ""
     while number >= 0:

@@ -1,8 +1,7 @@
-"""Searches the fastest kernel settings for a model on this GPU by hill climbing, one kind of matrix at a
-time.
+"""Finds the fastest kernel configurations for a model on this GPU by hill climbing, matrix kind by kind.
 
 Whole decode passes are timed, replayed as CUDA graphs, because kernels affect each other. The backend says
-which settings there are.
+which configurations there are.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TuneConfig = tuple[int, ...]
 
 
 class ConfigChange(NamedTuple):
-    """The settings of one kind of matrix before and after tuning."""
+    """The configuration of one kind of matrix before and after tuning."""
 
     name: str
     before: TuneConfig
@@ -48,11 +47,11 @@ class TuningResult:
     changes: tuple[ConfigChange, ...]
     before: float  # seconds of one pass at each batch size, added
     after: float
-    file: Path | None  # where the settings were saved; None if nothing was faster
+    file: Path | None  # where the configurations were saved; None if nothing was faster
 
 
 @dataclass
-class _TimedSequence:
+class _FakeSequence:
     """The attributes of a sequence that a runner reads."""
 
     pages: list[int]
@@ -70,78 +69,80 @@ def tune(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: Non
 
 def tune_model(model: Model, on_progress: ProgressCallback = lambda *_: None) -> TuningResult:
     """Tune every kind of matrix in a loaded model's decode passes; save the result if it is faster."""
-    backend = next((one for one in model.backends if isinstance(one, SupportsTuning)), None)
+    backend = next((b for b in model.backends if isinstance(b, SupportsTuning)), None)
     if backend is None:
-        names = ", ".join(one.name for one in model.backends)
+        names = ", ".join(b.name for b in model.backends)
         raise InputError(
             f"There is nothing to tune: only the CUDA kernels have settings, and this model runs on {names}. "
             "Name a GPU with --device."
         )
-    clock = _PassTimer(model)
-    spaces = backend.tune_spaces(clock.run_once)
+    timer = _DecodeTimer(model)
+    spaces = backend.tune_spaces(timer.run_once)
     initial = [space.config for space in spaces]
-    first = clock()
-    now = first
+    best = first = timer.seconds()
     for done, space in enumerate(spaces):
         on_progress(space.name, done, len(spaces))
-        now = hill_climb(space, clock, now)
+        best = hill_climb(space, timer.seconds, best)
     changes = tuple(
         ConfigChange(space.name, old, space.config)
         for space, old in zip(spaces, initial, strict=True)
         if space.config != old
     )
-    before, after = _time_both(spaces, initial, clock) if changes else (first, first)
+    before, after = _time_both(spaces, initial, timer.seconds) if changes else (first, first)
     if not changes or after > before * (1 - MIN_GAIN):
         _apply(spaces, initial)
         return TuningResult((), before, before, None)
     return TuningResult(changes, before, after, backend.save_tuned(spaces))
 
 
-def hill_climb(space: TuneSpace, clock: Callable[[], float], now: float) -> float:
-    """Move to the fastest neighbouring setting until there is none; returns its time."""
-    best, known = space.config, {space.config}
+def hill_climb(space: TuneSpace, measure: Callable[[], float], seconds: float) -> float:
+    """Move to the fastest neighbour while there is one that is faster; returns its time.
+
+    `seconds` is the time of the space's present configuration, `measure` times the one that is applied.
+    """
+    best, tried = space.config, {space.config}
     while True:
         times: dict[TuneConfig, float] = {}
         for config in space.neighbors():
-            if config not in known:
-                known.add(config)
+            if config not in tried:
+                tried.add(config)
                 space.apply(config)
-                times[config] = clock()
+                times[config] = measure()
                 space.apply(best)
-        winner = min(times, key=lambda config: times[config], default=best)
-        if winner == best or times[winner] > now * (1 - MIN_GAIN):
-            return now
-        best, now = winner, times[winner]
+        fastest = min(times, key=times.__getitem__, default=best)
+        if fastest == best or times[fastest] > seconds * (1 - MIN_GAIN):
+            return seconds
+        best, seconds = fastest, times[fastest]
         space.apply(best)
 
 
 def _time_both(
-    spaces: Sequence[TuneSpace], initial: Sequence[TuneConfig], clock: Callable[[], float]
+    spaces: Sequence[TuneSpace], initial: Sequence[TuneConfig], measure: Callable[[], float]
 ) -> tuple[float, float]:
     """Seconds before and after, measured in alternation: the device's clock may have changed meanwhile."""
     configs = initial, [space.config for space in spaces]
     times: tuple[list[float], list[float]] = ([], [])
     for which in (0, 1, 1, 0, 0, 1, 1, 0):
         _apply(spaces, configs[which])
-        times[which].append(clock())
+        times[which].append(measure())
     _apply(spaces, configs[1])
     return median(times[0]), median(times[1])
 
 
-def _apply(spaces: Sequence[TuneSpace], to: Sequence[TuneConfig]) -> None:
-    for space, config in zip(spaces, to, strict=True):
+def _apply(spaces: Sequence[TuneSpace], configs: Sequence[TuneConfig]) -> None:
+    for space, config in zip(spaces, configs, strict=True):
         space.apply(config)
 
 
-class _PassTimer:
+class _DecodeTimer:
     """Times decode passes at each batch size."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         pages = -(-CONTEXT // Cache.page_size)
         self._cache = Cache(model, max_seq_len=max(BATCH_SIZES) * pages * Cache.page_size)
-        self._texts = [
-            _TimedSequence(list(range(row * pages, (row + 1) * pages))) for row in range(max(BATCH_SIZES))
+        self._sequences = [
+            _FakeSequence(list(range(row * pages, (row + 1) * pages))) for row in range(max(BATCH_SIZES))
         ]
 
     def run_once(self) -> None:
@@ -149,7 +150,7 @@ class _PassTimer:
         for rows in BATCH_SIZES:
             self._decode(self._model.runner(self._cache), rows)
 
-    def __call__(self) -> float:
+    def seconds(self) -> float:
         """Seconds of one pass at each batch size, added, with newly captured graphs."""
         total = 0.0
         for rows in BATCH_SIZES:
@@ -168,4 +169,4 @@ class _PassTimer:
         return total
 
     def _decode(self, runner: PagedModelRunner, rows: int) -> None:
-        runner.decode(self._texts[:rows], [CONTEXT - 1] * rows, [[1]] * rows)
+        runner.decode(self._sequences[:rows], [CONTEXT - 1] * rows, [[1]] * rows)

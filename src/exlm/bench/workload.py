@@ -1,16 +1,24 @@
-"""Measures the wall-clock time of a loaded model in `Generator`: greedy, with sampling and text."""
+"""Times a loaded model in `Generator`: prompts, and decode steps with sampling and text, all greedy.
+
+A `TimedModel` also sums up the time in its forward passes; for the rest of a step the device is idle.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import CacheBase, Generator, Job, Settings, Tokenizer
+from ..model import Model
+from ..model.model_runner import PagedModelRunner
 from .synthetic import token_cycle
-from .timers import TimedModel
+
+FORWARD_METHODS = ("prefill", "decode", "decode_next")
+"""The runner's methods that run a forward pass."""
 
 WARMUP_STEPS = 3
 """Decode steps before timing starts: kernels may still be compiled in them."""
@@ -19,13 +27,81 @@ TAIL_TOKENS = 64
 """Tokens that each row is allowed beyond those timed: steps are slower or shorter near the end of a job."""
 
 
+class ForwardTimer:
+    """Sums up the duration of forward passes, measured on the device."""
+
+    def __init__(self) -> None:
+        self._host_seconds = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    def reset(self) -> None:
+        self._host_seconds = 0.0
+        self._events.clear()
+
+    def wrap(self, forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+        """Make a function add its duration to the sum, without synchronising with the device."""
+        return self._with_events(forward) if device.type == "cuda" else self._on_host(forward)
+
+    def seconds(self) -> float:
+        """Seconds in passes since the last reset; synchronises with a GPU."""
+        if self._events:
+            torch.cuda.synchronize()
+        return float(self._host_seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3)
+
+    def _on_host(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = forward(*args)
+            self._host_seconds += time.perf_counter() - start
+            return result
+
+        return timed
+
+    def _with_events(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        cuda: Any = torch.cuda  # its events have no types
+
+        def timed(*args: Any) -> Any:
+            begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            begin.record()
+            result = forward(*args)
+            end.record()
+            self._events.append((begin, end))
+            return result
+
+        return timed
+
+
+class TimedRunner:
+    """Wraps a runner and times its forward passes."""
+
+    def __init__(self, inner: PagedModelRunner, timer: ForwardTimer) -> None:
+        self._inner = inner
+        for method_name in FORWARD_METHODS:
+            setattr(self, method_name, timer.wrap(getattr(inner, method_name), inner.device))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class TimedModel(Model):
+    """A model whose runners time their forward passes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.forward_timer = ForwardTimer()
+
+    def runner(self, cache: CacheBase) -> Any:
+        """The model's runner, with timing."""
+        return TimedRunner(super().runner(cache), self.forward_timer)
+
+
 class Timing(NamedTuple):
     """Wall-clock time of a prompt or of some decode steps."""
 
     seconds: float
     tokens: int
     steps: int
-    model_seconds: float  # part of `seconds` spent in forward passes
+    forward_seconds: float  # part of `seconds` spent in forward passes
 
 
 def tokens_needed(batch: int, context: int, new: int) -> int:
@@ -38,8 +114,8 @@ def prompt_ids(row: int, count: int, vocab: int, repetitive: bool = False) -> to
     span = max(1, vocab - 300)
     low = min(300, vocab - span)
     if repetitive:
-        said = token_cycle(vocab)
-        return torch.tensor([[low + row % span, *(said[i % len(said)] for i in range(count - 1))]])
+        cycle = token_cycle(vocab)
+        return torch.tensor([[low + row % span, *(cycle[i % len(cycle)] for i in range(count - 1))]])
     return torch.tensor([[low + (7919 * (i + 1) * (row + 3)) % span for i in range(count)]])
 
 
@@ -49,19 +125,19 @@ class Workload:
     def __init__(
         self, model: TimedModel, tokenizer: Tokenizer, cache: CacheBase, rows: int, ngram: bool = False
     ) -> None:
-        self._watch = model.pass_timer
+        self._forward_timer = model.forward_timer
         self._vocab = model.config.vocab_size
         self._generator = Generator(model, cache, tokenizer, max_batch_size=rows, use_ngram_draft=ngram)
 
     def prompt(self, length: int, row: int = 0) -> Timing:
         """Time a prompt up to its first token."""
-        self._watch.reset()
+        self._forward_timer.reset()
         job = self._job(row, length, 1)
         start = time.perf_counter()
         self._generator.enqueue(job)
         while self._generator.num_remaining_jobs():
             self._step()
-        return Timing(time.perf_counter() - start, length, 1, self._watch.seconds())
+        return Timing(time.perf_counter() - start, length, 1, self._forward_timer.seconds())
 
     def decode(self, batch: int, context: int, new: int, repetitive: bool = False) -> Timing:
         """Time at least `new` tokens for each row of a full batch, after prompts of `context` tokens."""
@@ -71,17 +147,17 @@ class Workload:
             self._step()
         for _ in range(WARMUP_STEPS):
             self._step()
-        self._watch.reset()
+        self._forward_timer.reset()
         before, steps = sum(job.new_tokens for job in jobs), 0
-        wanted = min(job.new_tokens for job in jobs) + new
+        target = min(job.new_tokens for job in jobs) + new
         start = time.perf_counter()
-        while min([job.new_tokens for job in jobs]) < wanted:
+        while min([job.new_tokens for job in jobs]) < target:
             self._step()
             steps += 1
         seconds = time.perf_counter() - start
-        made = sum(job.new_tokens for job in jobs) - before
+        generated = sum(job.new_tokens for job in jobs) - before
         self._generator.clear_queue()
-        return Timing(seconds, made, steps, self._watch.seconds())
+        return Timing(seconds, generated, steps, self._forward_timer.seconds())
 
     def _step(self) -> None:
         """One `iterate()`; raises the error of a job that failed."""

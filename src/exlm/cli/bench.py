@@ -179,7 +179,7 @@ def progress_line() -> Iterator[Callable[[str, int, int], object]]:
 
 def _table(report: benchmark.Report) -> Table:
     """The results, one line for each measurement."""
-    facts = f"{report.parameters / 1e9:.2f} billion parameters, {report.form} {report.bits:.2f} bit"
+    facts = f"{report.parameters / 1e9:.2f} billion parameters, {report.format} {report.bits:.2f} bit"
     where = report.device if report.device != "CPU" else f"CPU, threads: {report.threads}"
     title = f"{report.model}, {facts}, on {where} ({', '.join(report.backends)})"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
@@ -190,21 +190,23 @@ def _table(report: benchmark.Report) -> Table:
     table.add_column("bound", no_wrap=True)
     for row in report.rows:
         table.add_row(*_row_cells(row))
-    first = "" if report.first is None else f", first token {report.first:.1f} s after the process began"
-    limits = f"{report.bandwidth / 1e9:,.1f} GB/s copied, {report.products / 1e12:,.2f} TFLOP/s multiplied"
-    table.caption = (
-        f"loaded in {report.load:.2f} s{first}; {format_bytes(report.memory)} at most; limits: {limits}"
-    )
+    seconds = report.first_token_seconds
+    first = "" if seconds is None else f", first token {seconds:.1f} s after the process began"
+    limits = f"{report.bandwidth / 1e9:,.1f} GB/s copied, {report.flops / 1e12:,.2f} TFLOP/s multiplied"
+    loaded = f"loaded in {report.load_seconds:.2f} s{first}; {format_bytes(report.peak_memory)} at most"
+    table.caption = f"{loaded}; limits: {limits}"
     return table
 
 
-def _row_cells(row: benchmark.Row) -> list[str]:
+def _row_cells(row: benchmark.Measurement) -> list[str]:
     shape = [row.work, row.cache, str(row.context), str(row.batch)]
-    if row.rate is None:
+    rate, step, tokens = row.tokens_per_second, row.step_seconds, row.tokens_per_row_step
+    if rate is None:
         return [*shape, *[""] * 7, row.bound]
-    speed = [f"{row.rate:,.{int(row.rate < 1000)}f}", f"{1e3 * row.step:.{3 if row.step < 0.01 else 1}f}"]
-    speed += [f"{row.each:.{int(row.each < 100)}f}", format_bytes(row.read)]
-    return [*shape, *speed, f"{row.bandwidth:.0%}", f"{row.products:.0%}", f"{row.idle:.0%}", row.bound]
+    speed = [f"{rate:,.{int(rate < 1000)}f}", f"{1e3 * step:.{3 if step < 0.01 else 1}f}"]
+    speed += [f"{tokens:.{int(tokens < 100)}f}", format_bytes(row.bytes_read)]
+    shares = (row.bandwidth_share, row.flops_share, row.idle_share)
+    return [*shape, *speed, *(f"{share:.0%}" for share in shares), row.bound]
 
 
 def _peer_interpreters(named: list[str]) -> dict[str, str]:
@@ -228,7 +230,7 @@ def _with_peers(
     return replace(report, peers=tuple(peers))
 
 
-def _peer_table(peers: list[benchmark.Peer], threads: int, turns: int) -> Table:
+def _peer_table(peers: list[benchmark.EngineResult], threads: int, turns: int) -> Table:
     """Medians with their range, and by which factor the first engine is better."""
     own = peers[0]
     table = Table(

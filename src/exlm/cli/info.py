@@ -59,13 +59,13 @@ def info(
 
 
 def _print_system(as_json: bool) -> None:
-    found = bench.system_facts()
+    system = bench.describe_system()
     if as_json:
-        typer.echo(json.dumps({fact.name: fact.value for fact in found}, indent=1))
+        typer.echo(json.dumps(system, indent=1))
         return
     table = Table(show_header=False, box=None, pad_edge=False)
-    for fact in found:
-        table.add_row(fact.name, Text(fact.value))
+    for name, value in system.items():
+        table.add_row(name, Text(value))
     Console().print(table)
 
 

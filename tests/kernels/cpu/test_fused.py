@@ -13,8 +13,7 @@ import torch
 
 from exlm import Cache, CacheBase, CacheQ4, CacheQ8, Config, Model, spec
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import SyntheticCheckpoint, write_model_folder
-from exlm.bench.synthetic_weights import RandomTensors, weight_format
+from exlm.bench.synthetic import RandomTensors, SyntheticCheckpoint, synthetic_format, write_model_folder
 from exlm.errors import Unsupported
 from exlm.kernels import interface as b
 from exlm.kernels.cpu import CpuBackend
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def matrix(backend: CpuBackend, inputs: int, outputs: int, seed: int, kind: str = "exl2") -> b.LinearFn:
-    weight = weight_format(kind).weight(inputs, outputs, RandomTensors(seed, CPU), False, inputs**-0.5)
+    weight = synthetic_format(kind).weight(inputs, outputs, RandomTensors(seed, CPU), False, inputs**-0.5)
     return backend.linear(weight)
 
 
@@ -62,7 +61,7 @@ def made_up(folder: Path, shape: str) -> Model:
     config = Config(write_model_folder(folder, SHAPES[shape], 512))
     config.device, config.max_seq_len = "cpu", 512
     model = Model(config)
-    model.open_checkpoint = lambda frozen: SyntheticCheckpoint(frozen.spec, weight_format("gguf"))
+    model.open_checkpoint = lambda frozen: SyntheticCheckpoint(frozen.spec, synthetic_format("gguf"))
     model.load()
     return model
 

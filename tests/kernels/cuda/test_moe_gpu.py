@@ -10,8 +10,7 @@ import torch
 
 from exlm import Cache, Config, Generator, Job, Model, Settings, Tokenizer
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import SyntheticCheckpoint, write_model_folder
-from exlm.bench.synthetic_weights import weight_format
+from exlm.bench.synthetic import SyntheticCheckpoint, synthetic_format, write_model_folder
 from exlm.kernels import interface as b
 from exlm.kernels.cuda import moe
 from exlm.kernels.cuda.backend import CudaBackend
@@ -79,7 +78,7 @@ def said(folder: Path, form_name: str, dequant_gemms: bool) -> tuple[list[list[i
     config = Config(write_model_folder(folder, SHAPES["tiny-moe"], 512))
     config.device, config.dtype = "cuda", "float16"
     model = Model(config)
-    model.open_checkpoint = lambda frozen: SyntheticCheckpoint(frozen.spec, weight_format(form_name))
+    model.open_checkpoint = lambda frozen: SyntheticCheckpoint(frozen.spec, synthetic_format(form_name))
     model.load()
     generator = Generator(model, Cache(model, max_seq_len=4096), Tokenizer(config), max_batch_size=8)
     jobs = [

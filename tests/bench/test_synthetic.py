@@ -7,8 +7,7 @@ import torch
 
 from exlm import InputError
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import SyntheticCheckpoint
-from exlm.bench.synthetic_weights import Exl2, RandomTensors, WeightFormat, weight_format
+from exlm.bench.synthetic import Exl2, RandomTensors, SyntheticCheckpoint, SyntheticFormat, synthetic_format
 from exlm.formats import DenseWeight, PackedWeight, exl2, gptq
 
 CPU = torch.device("cpu")
@@ -47,7 +46,7 @@ def test_nbytes_of_exl2_is_its_size_in_files() -> None:
 
 
 def test_nbytes_of_gptq_is_its_size_in_files() -> None:
-    made = weight_format("gptq", 4)
+    made = synthetic_format("gptq", 4)
     weight = made.weight(256, 64, RandomTensors(1, CPU), False, 0.1)
     assert isinstance(weight, PackedWeight)
     stored = sum(tensor.nbytes for tensor in gptq.write(weight).values())
@@ -55,7 +54,7 @@ def test_nbytes_of_gptq_is_its_size_in_files() -> None:
 
 
 def test_dense_weights_have_bfloat16_precision() -> None:
-    weight = weight_format("gptq", 4).weight(256, 64, RandomTensors(1, CPU), True, 0.1)
+    weight = synthetic_format("gptq", 4).weight(256, 64, RandomTensors(1, CPU), True, 0.1)
     assert isinstance(weight, DenseWeight)
     assert weight.data.dtype is torch.float16
     assert torch.equal(weight.data.bfloat16().half(), weight.data)
@@ -63,12 +62,12 @@ def test_dense_weights_have_bfloat16_precision() -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [weight_format(n, b) for n, b in (("exl2", 4.1), ("gptq", 8), ("gptq", 3), ("dense", 16))]
-    + [weight_format("gguf", bits) for bits in (4.5, 5.5, 6.5625, 8.5)],
+    [synthetic_format(n, b) for n, b in (("exl2", 4.1), ("gptq", 8), ("gptq", 3), ("dense", 16))]
+    + [synthetic_format("gguf", bits) for bits in (4.5, 5.5, 6.5625, 8.5)],
     ids=repr,
 )
 @pytest.mark.parametrize("inputs", [512, 288])
-def test_weights_have_the_requested_deviation(made: WeightFormat, inputs: int) -> None:
+def test_weights_have_the_requested_deviation(made: SyntheticFormat, inputs: int) -> None:
     for head in (False, True):
         weight = made.weight(inputs, 64, RandomTensors(2, CPU), head, 0.05)
         values = weight.dequantize().float()
@@ -82,7 +81,7 @@ def test_the_checkpoint_is_deterministic_and_can_be_repetitive() -> None:
 
     model = build_spec(ConfigReader(SHAPES["tiny"].config(), "config.json"))
     for repetitive in (False, True):
-        pair = [SyntheticCheckpoint(model, weight_format("exl2"), repetitive=repetitive) for _ in range(2)]
+        pair = [SyntheticCheckpoint(model, synthetic_format("exl2"), repetitive=repetitive) for _ in range(2)]
         a, b = (one.weight("layers.0.mlp.up", 256, 512, bias=False, dtype=None, device=CPU) for one in pair)
         assert torch.equal(a.dequantize(), b.dequantize())
         table = pair[0].weight("embed", 256, 512, bias=False, dtype=None, device=CPU)
@@ -95,4 +94,4 @@ def test_the_checkpoint_is_deterministic_and_can_be_repetitive() -> None:
 )
 def test_unsupported_bits_are_refused(name: str, bits: float) -> None:
     with pytest.raises(InputError, match=r"bits|one of"):
-        weight_format(name, bits).weight(256, 64, RandomTensors(0, CPU), False, 1.0)
+        synthetic_format(name, bits).weight(256, 64, RandomTensors(0, CPU), False, 1.0)
