@@ -7,7 +7,9 @@ import itertools
 import json
 import os
 import random
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 
 from exlm import Generator, InputError, MissingExtra, Settings
 from exlm.batch import Journal, JournalError, Progress, read_rows, run_rows
-from exlm.batch import adapter as module
+from exlm.batch import rows as rows_module
 from exlm.cli.__main__ import app
 from exlm.serve import GeneratorParts, ModelInfo, ModelSpec
 from tests import tiny
@@ -52,6 +54,17 @@ def run(loaded: GeneratorParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def row(name: str, url: str = TEXT, **body: Any) -> dict[str, Any]:
     return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def before_each_request(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Any], None]) -> None:
+    """Call `hook` with every completion request before it is turned into a generation request."""
+    endpoint = rows_module.ENDPOINT_OF[TEXT]
+
+    def hooked(request: Any, *arguments: Any) -> Any:
+        hook(request)
+        return endpoint.to_generation_request(request, *arguments)
+
+    monkeypatch.setitem(rows_module.ENDPOINT_OF, TEXT, replace(endpoint, to_generation_request=hooked))
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
@@ -241,14 +254,13 @@ def test_an_error_without_a_row_ends_the_run_and_the_next_continues(
     generator = Generator(loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=2)
     host = ModelInfo("tiny", loaded.tokenizer, 512, loaded.model.config.vocab_size)
     journal = Journal(tmp_path / "journal", {}, 20, created=0)
-    real, calls = module.to_generation_request, iter(range(100))
+    calls = iter(range(100))
 
-    def lacking(*arguments: Any) -> Any:
+    def raise_at_tenth_row(_: Any) -> None:
         if next(calls) == 9:
             raise MissingExtra("pip install something")
-        return real(*arguments)
 
-    monkeypatch.setattr(module, "to_generation_request", lacking)
+    before_each_request(monkeypatch, raise_at_tenth_row)
     with pytest.raises(MissingExtra):
         run_rows(rows, journal, generator, host)
     assert 0 < len(journal.done) < 20
@@ -306,14 +318,11 @@ def test_stopped_after_any_step_and_truncated_it_ends_the_same(
 def test_an_internal_error_affects_only_its_row(
     run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = module.to_generation_request
-
-    def broken(request: Any, *arguments: Any) -> Any:
+    def raise_at_trip(request: Any) -> None:
         if request.prompt == "trip":
             raise KeyError("secret")
-        return real(request, *arguments)
 
-    monkeypatch.setattr(module, "to_generation_request", broken)
+    before_each_request(monkeypatch, raise_at_trip)
     good, bad = run(row("a", prompt="x", max_tokens=2), row("b", prompt="trip"))
     assert texts(good)
     assert bad["response"]["status_code"] == 500

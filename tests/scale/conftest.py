@@ -62,7 +62,7 @@ class Cluster:
         return sorted(filter(ours, found))
 
 
-def waited(fact: Callable[[], bool], seconds: float = PATIENCE) -> None:
+def wait_until(fact: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Wait until `fact` is true."""
     deadline = time.monotonic() + seconds
     while not fact():

@@ -11,7 +11,7 @@ import pytest
 import exlm.scale
 from exlm import InputError
 from exlm.scale import ClusterConfig, Service, bind_application, service_from_config
-from exlm.scale.config import ingress_options, replica_options
+from exlm.scale.deploy import ingress_options, replica_options
 from exlm.serve import ModelSpec
 from tests.conftest import ROOT
 

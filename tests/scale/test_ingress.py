@@ -11,8 +11,7 @@ import pytest
 from starlette.types import ASGIApp, Message
 
 from exlm.scale import ServerConfig, prompt_blocks
-from exlm.scale.ingress import MAX_ATTEMPTS, Ask, Ingress, with_middleware
-from exlm.scale.replica import ReplicaRequest
+from exlm.scale.ingress import MAX_ATTEMPTS, Ask, Ingress, ReplicaRequest, with_middleware
 from exlm.serve import Limits
 
 COMPLETIONS = "/v1/completions"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from exlm import Generator, InputError, Settings
-from exlm.scale.replica import NotReady, Replica, ReplicaRequest, ServerConfig
+from exlm.scale.deploy import NotReady, Replica, ReplicaRequest, ServerConfig
 from exlm.serve import ModelSpec, load
 
 JSON = [(b"content-type", b"application/json")]

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.scale.conftest import PATIENCE, Cluster, kill, waited
+from tests.scale.conftest import PATIENCE, Cluster, kill, wait_until
 from tests.serve import test_openai as suite
 from tests.serve.running_server import RunningServer
 
@@ -113,7 +113,7 @@ class Load:
     def more(self, count: int) -> None:
         """Wait for this many more answers."""
         start = self.right
-        waited(lambda: self.right >= start + count or bool(self.wrong))
+        wait_until(lambda: self.right >= start + count or bool(self.wrong))
 
     def _ask(self, prompt: str) -> None:
         while not self._stop.is_set():
@@ -159,7 +159,7 @@ def test_a_killed_replica_loses_no_request_and_is_replaced(cluster: Cluster, cli
         while len({stream.replica for stream in streams}) < 2:
             assert len(streams) < 12
             streams.append(Stream(client, len(streams)))
-            waited(lambda: streams[-1].events > 0)
+            wait_until(lambda: streams[-1].events > 0)
         kill(before[0])
         load.more(60)
         for stream in streams:
@@ -169,7 +169,7 @@ def test_a_killed_replica_loses_no_request_and_is_replaced(cluster: Cluster, cli
     assert ends.keys() <= {"length", "stop", "replica_lost"}, ends
     assert ends["replica_lost"] > 0, "no stream was on the replica that was killed"
     assert ends["length"] + ends["stop"] > 0
-    waited(lambda: len(cluster.workers(REPLICA)) == 2 and before[0] not in cluster.workers(REPLICA))
+    wait_until(lambda: len(cluster.workers(REPLICA)) == 2 and before[0] not in cluster.workers(REPLICA))
     turns = iter(range(10_000))
     lately: deque[str] = deque(maxlen=20)
 
@@ -177,7 +177,7 @@ def test_a_killed_replica_loses_no_request_and_is_replaced(cluster: Cluster, cli
         lately.append(complete(client, f"{next(turns)} is a number")[1])
         return len({*lately}) == 2
 
-    waited(both)
+    wait_until(both)
 
 
 def test_an_update_drops_no_request(cluster: Cluster, client: openai.OpenAI, fixtures_dir: Path) -> None:
@@ -185,7 +185,7 @@ def test_an_update_drops_no_request(cluster: Cluster, client: openai.OpenAI, fix
     with Load(client, 4) as load:
         load.more(8)
         cluster.deploy(**wishes(fixtures_dir), answer=64)
-        waited(lambda: not {*old} & {*cluster.workers(REPLICA)})
+        wait_until(lambda: not {*old} & {*cluster.workers(REPLICA)})
         load.more(8)
     assert load.wrong == []
     assert len(cluster.workers(REPLICA)) == 2

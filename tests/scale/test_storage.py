@@ -11,7 +11,7 @@ import pytest
 
 from exlm import InputError
 from exlm.batch import Journal
-from exlm.scale.storage import exists, read_requests, write_answers_anywhere
+from exlm.scale.ray_data import exists, read_requests, write_answers_anywhere
 
 pytest.importorskip("ray", reason="needs exlm[scale]")
 pyarrow = pytest.importorskip("pyarrow", reason="needs exlm[scale]")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
-from exlm.serve.responses import FinishInfo, OutputDelta
+from exlm.serve.generation import FinishInfo, OutputDelta
 from tests.serve.running_server import RunningServer
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ import pytest
 from typing_extensions import TypedDict
 
 from exlm.serve import CompletionRequest, GenerationRequest, Limits, ModelInfo, dialects
+from exlm.serve.dialects import Endpoint
 from exlm.serve.errors import to_api_error
+from exlm.serve.generation import OutputDelta
 from exlm.serve.openai import completion_generation_request
-from exlm.serve.responses import Endpoint, OutputDelta
 from exlm.serve.schema import BaseRequest
 from tests.serve.running_server import RunningServer, preloaded, running_server
 

@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm.serve.chat_prompt import ChatPrompt
-from exlm.serve.generation import GenerationRequest
+from exlm.serve.generation import (
+    MIN_LOGPROB,
+    FinishInfo,
+    GenerationRequest,
+    OutputDelta,
+    SampledToken,
+    output_delta,
+)
 from exlm.serve.openai import response_writer
-from exlm.serve.responses import MIN_LOGPROB, FinishInfo, OutputDelta, SampledToken, output_delta
 from exlm.serve.tool_formats import GENERIC, HERMES, LLAMA3, MISTRAL, ToolFormat
 
 END = FinishInfo(

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exlm.serve.output_parser import ContentDelta, OutputParser, ReasoningDelta, ResponseEvent
+from exlm.serve.output_parser import (
+    ContentDelta,
+    OutputParser,
+    ReasoningDelta,
+    ResponseEvent,
+    ToolCallArgsDelta,
+    ToolCallStart,
+)
 from exlm.serve.tool_formats import (
     GENERIC,
     HERMES,
@@ -21,7 +28,6 @@ from exlm.serve.tool_formats import (
     detect_tool_format,
     supports_tools,
 )
-from exlm.serve.tool_parsers import ToolCallArgsDelta, ToolCallStart
 
 STYLES = [HERMES, LLAMA3, MISTRAL, GENERIC]
 NAMES = frozenset({"f", "get_weather"})

@@ -26,8 +26,7 @@ from schemathesis.specs.openapi.checks import (
 from exlm import Settings
 from exlm.serve import Limits, Options
 from exlm.serve.generation import NOT_IN_JSON, SETTINGS
-from exlm.serve.response_schema import ChatChunk, CompletionReply
-from exlm.serve.schema import BaseRequest
+from exlm.serve.schema import BaseRequest, ChatChunk, CompletionReply
 from tests.serve.running_server import RunningServer, preloaded, running_server
 
 BOUNDS = Limits(answer=4, tokens=8, choices=2)

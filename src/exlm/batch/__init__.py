@@ -1,5 +1,4 @@
-"""Batches: a file of requests in, a file of responses out, and no row lost or done twice when the process
-dies.
+"""Batches: a file of requests in, a file of responses out; no row is lost or done twice if the process dies.
 
 `run_rows` takes the rows of a file, a `Journal` and a generator; responses go to the journal as they are
 made, and `write_answers` writes the output from it. `scale` and `cli` may import this package; it imports
@@ -8,9 +7,8 @@ made, and `write_answers` writes the output from it. `scale` and `cli` may impor
 
 from typing import Any
 
-from .adapter import RowAdapter
-from .files import BadRow, Row, Rows, is_answered, read_rows, write_answers
 from .journal import Journal, JournalError
+from .rows import BadRow, Row, RowHandler, Rows, is_answered, read_rows, write_answers
 from .run import Progress, run_rows
 
 __all__ = [
@@ -19,7 +17,7 @@ __all__ = [
     "JournalError",
     "Progress",
     "Row",
-    "RowAdapter",
+    "RowHandler",
     "Rows",
     "is_answered",
     "read_rows",
@@ -27,7 +25,7 @@ __all__ = [
     "write_answers",
 ]
 
-NAMES_OF_0_1 = {"Wording": "RowAdapter", "answers": "is_answered"}
+NAMES_OF_0_1 = {"Wording": "RowHandler", "answers": "is_answered"}
 """Public names of version 0.1 that still work, and what they are called now."""
 
 

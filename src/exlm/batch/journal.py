@@ -2,7 +2,7 @@
 
 It is append-only. A record is a line of a CRC-32, the row's number and the row's response. The last write may
 be torn: everything from the first invalid line on is truncated, and its rows are done again. The first line
-holds facts (the input's hash, the model, options) that every later run must share.
+holds the identity of the batch (the input's hash, the model, options), which every later run must share.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from exlm import ExlmError
 from exlm.atomic import lock_handle, sync_dir
 
 MAGIC = b"exlm batch journal 1 "
-BINARY = getattr(os, "O_BINARY", 0)  # Windows would change line ends
-FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+O_BINARY = getattr(os, "O_BINARY", 0)  # Windows would change line ends
+DISK_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class JournalError(ExlmError, OSError):
@@ -31,17 +31,17 @@ class JournalError(ExlmError, OSError):
 class Journal:
     """The rows of one batch that are done; open in one process at a time."""
 
-    def __init__(self, path: Path, facts: Mapping[str, Any], rows: int, *, created: int) -> None:
+    def __init__(self, path: Path, identity: Mapping[str, Any], rows: int, *, created: int) -> None:
         """Open a journal, or create one.
 
-        `facts` must be those it was created with. `created` is read from the journal if it exists.
+        `identity` must be the one it was created with. `created` is read from the journal if it exists.
         """
         self.path = path
         self.done: dict[int, tuple[int, int]] = {}
         """Offset and length of each done row's response in the file."""
-        self._handle = _open_alone(path)
+        self._handle = _open_locked(path)
         try:
-            self.created = self._begin({**facts, "rows": rows}, created)
+            self.created = self._begin({**identity, "rows": rows}, created)
             self._end = self._recover(rows)
         except BaseException:
             self.close()
@@ -49,23 +49,23 @@ class Journal:
 
     def add(self, answers: Iterable[tuple[int, bytes]]) -> None:
         """Append responses, each a line without its newline; they are on disk when this returns."""
-        text, places = bytearray(), {}
+        records, positions = bytearray(), {}
         for row, answer in answers:
             body = b"%d %b" % (row, answer)
-            text += b"%08x %b\n" % (zlib.crc32(body), body)
-            end = self._end + len(text) - 1
-            places[row] = (end - len(answer), len(answer))
-        if not text:
+            records += b"%08x %b\n" % (zlib.crc32(body), body)
+            end = self._end + len(records) - 1
+            positions[row] = (end - len(answer), len(answer))
+        if not records:
             return
         try:
-            _write_all(self._handle, text)
+            _write_all(self._handle, records)
             os.fsync(self._handle)
         except OSError as error:
-            with contextlib.suppress(OSError):  # a torn line would be cut off next time anyway
+            with contextlib.suppress(OSError):  # the next run would truncate a torn line anyway
                 os.ftruncate(self._handle, self._end)
-            raise unwritable(self.path, error, f" The {len(self.done)} rows done so far are safe.") from None
-        self._end += len(text)
-        self.done |= places
+            raise write_error(self.path, error, f" The {len(self.done)} rows done so far are safe.") from None
+        self._end += len(records)
+        self.done |= positions
 
     def answer(self, row: int) -> bytes:
         """The response of a row that is done."""
@@ -85,36 +85,36 @@ class Journal:
         self.close()
         self.path.unlink(missing_ok=True)
 
-    def _begin(self, facts: dict[str, Any], created: int) -> int:
+    def _begin(self, identity: dict[str, Any], created: int) -> int:
         """Check the header or write it; returns when the journal was created."""
         with open(os.dup(self._handle), "rb") as file:
             file.seek(0)
             first, more = file.readline(), file.read(1)
-        found = _header(first)
+        header = _header(first)
         torn = not first.endswith(b"\n") and MAGIC.startswith(first[: len(MAGIC)])
-        if torn or (found is not None and not more):  # no row is done yet: write a new header
-            self._end = self._write_header({**facts, "created": created})
+        if torn or (header is not None and not more):  # no row is done yet: write a new header
+            self._end = self._write_header({**identity, "created": created})
             return created
-        if found is None:
+        if header is None:
             raise JournalError(f"{self.path} is no journal of a batch: move it away.")
-        if changed := [name for name in facts if found.get(name) != facts[name]]:
-            changes = "; ".join(f"{name} was {found.get(name)!r}, is {facts[name]!r}" for name in changed)
+        if changed := [name for name in identity if header.get(name) != identity[name]]:
+            changes = "; ".join(f"{name} was {header.get(name)!r}, is {identity[name]!r}" for name in changed)
             raise JournalError(
                 f"{self.path} was begun with something else: {changes}. Run it as before to finish it, or "
                 "delete it to start over."
             )
         self._end = len(first)
-        return int(found["created"])
+        return int(header["created"])
 
-    def _write_header(self, facts: dict[str, Any]) -> int:
-        line = MAGIC + json.dumps(facts).encode("ascii") + b"\n"
+    def _write_header(self, identity: dict[str, Any]) -> int:
+        line = MAGIC + json.dumps(identity).encode("ascii") + b"\n"
         try:
             os.ftruncate(self._handle, 0)
             _write_all(self._handle, line)
             os.fsync(self._handle)
             sync_dir(self.path.parent)
         except OSError as error:
-            raise unwritable(self.path, error) from None
+            raise write_error(self.path, error) from None
         return len(line)
 
     def _recover(self, rows: int) -> int:
@@ -132,22 +132,22 @@ class Journal:
         return offset
 
 
-def unwritable(path: Path, error: OSError, more: str = "") -> JournalError:
+def write_error(path: Path, error: OSError, more: str = "") -> JournalError:
     """A JournalError for a failed write."""
-    if error.errno in FULL:
+    if error.errno in DISK_FULL:
         return JournalError(
             f"There is no room to write {path} ({error.strerror}).{more} Make room, run again."
         )
     return JournalError(f"{path} cannot be written: {error.strerror or error}.{more}")
 
 
-def _open_alone(path: Path) -> int:
+def _open_locked(path: Path) -> int:
     """Open the file for reading and appending, and lock it."""
     while True:
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | O_BINARY, 0o666)
         except OSError as error:
-            raise unwritable(path, error) from None
+            raise write_error(path, error) from None
         try:
             lock_handle(handle)
             if os.path.samestat(os.fstat(handle), os.stat(path)):
@@ -157,17 +157,17 @@ def _open_alone(path: Path) -> int:
             raise JournalError(f"Another process is at work on {path}: wait for it, or end it.") from None
         except FileNotFoundError:
             pass
-        os.close(handle)  # the process that had it has finished and removed it
+        os.close(handle)  # the process that held the lock has finished and removed the file
 
 
-def _write_all(handle: int, text: bytes | bytearray) -> None:
-    left = memoryview(text)
+def _write_all(handle: int, data: bytes | bytearray) -> None:
+    left = memoryview(data)
     while left:
         left = left[os.write(handle, left) :]
 
 
 def _header(line: bytes) -> dict[str, Any] | None:
-    """The facts in a journal's first line; None if it is not one."""
+    """The identity in a journal's first line; None if it is not one."""
     if not line.startswith(MAGIC):
         return None
     try:

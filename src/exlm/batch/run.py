@@ -1,6 +1,6 @@
 """Run the rows of a batch on one generator, all of them in one continuous batch.
 
-`adapter` turns rows into requests and output into lines; the journal knows which rows are done. A row that
+`rows` turns rows into requests and output into lines; the journal knows which rows are done. A row that
 causes an error is answered with that error. Other errors end the run, and the next run continues from there.
 """
 
@@ -12,11 +12,10 @@ from typing import Any
 
 from exlm import Generator, Job
 from exlm.serve import Limits, ModelInfo, output_delta
-from exlm.serve.responses import ResponseWriter
+from exlm.serve.dialects import ResponseWriter
 
-from .adapter import RowAdapter
-from .files import Row, Rows
 from .journal import Journal
+from .rows import Row, RowHandler, Rows
 
 QUEUE_FACTOR = 2
 """Jobs queued or running for each that can run at a time, so that a free slot is filled at once."""
@@ -43,8 +42,8 @@ def run_rows(
     on_progress: Callable[[Progress], object] = lambda progress: None,
 ) -> Progress:
     """Answer every row that is not in the journal yet; `on_progress` is called after every step."""
-    adapter = RowAdapter(rows.sha256, journal.created, model, limits or Limits())
-    return _BatchRun(rows, journal, generator, adapter, on_progress).run()
+    handler = RowHandler(rows.sha256, journal.created, model, limits or Limits())
+    return _BatchRun(rows, journal, generator, handler, on_progress).run()
 
 
 @dataclass
@@ -52,7 +51,7 @@ class _BatchRun:
     rows: Rows
     journal: Journal
     generator: Generator
-    adapter: RowAdapter
+    handler: RowHandler
     on_progress: Callable[[Progress], object]
     progress: Progress = field(default_factory=Progress)
     finished: list[tuple[int, bytes]] = field(default_factory=list)
@@ -60,11 +59,11 @@ class _BatchRun:
     in_flight: dict[int, tuple[ResponseWriter, list[Job]]] = field(default_factory=dict)
 
     def run(self) -> Progress:
-        waiting = iter([index for index in range(len(self.rows.rows)) if index not in self.journal.done])
+        unanswered = iter([index for index in range(len(self.rows.rows)) if index not in self.journal.done])
         try:
             more = True
             while more or self.in_flight:
-                more = self._fill(waiting)
+                more = self._enqueue_rows(unanswered)
                 for result in self.generator.iterate():
                     self._on_result(result)
                 self._store()
@@ -73,20 +72,20 @@ class _BatchRun:
             for _, jobs in self.in_flight.values():
                 self._cancel(jobs)
 
-    def _fill(self, waiting: Iterator[int]) -> bool:
-        """Start rows until enough jobs are queued; returns whether more rows may be waiting."""
+    def _enqueue_rows(self, unanswered: Iterator[int]) -> bool:
+        """Start rows until enough jobs are queued; returns whether more may be left."""
         while self.generator.num_remaining_jobs() < QUEUE_FACTOR * self.generator.max_batch_size:
-            index = next(waiting, None)
+            index = next(unanswered, None)
             if index is None:
                 return False
             try:
-                self._start(index, self.rows.rows[index])
+                self._enqueue_row(index, self.rows.rows[index])
             except Exception as error:
-                self._fail(index, error)
+                self._answer_with_error(index, error)
         return True
 
-    def _start(self, index: int, row: Row) -> None:
-        writer = self.adapter.prepare(index, row)
+    def _enqueue_row(self, index: int, row: Row) -> None:
+        writer = self.handler.response_writer(index, row)
         jobs = [
             Job(**arguments, identifier=(index, text))
             for text, arguments in enumerate(writer.request.job_arguments)
@@ -108,7 +107,7 @@ class _BatchRun:
         except Exception as error:
             del self.in_flight[index]
             self._cancel(jobs)
-            self._fail(index, error)
+            self._answer_with_error(index, error)
             return
         if delta is None:
             return
@@ -117,11 +116,11 @@ class _BatchRun:
             self.progress.new_tokens += delta.finish.new_tokens
         if writer.done:
             del self.in_flight[index]
-            self.finished.append((index, self.adapter.success_line(index, self.rows.rows[index], writer)))
+            self.finished.append((index, self.handler.success_line(index, self.rows.rows[index], writer)))
 
-    def _fail(self, index: int, error: Exception) -> None:
+    def _answer_with_error(self, index: int, error: Exception) -> None:
         """Answer a row with the error it caused; raises other errors."""
-        self.finished.append((index, self.adapter.error_line(index, self.rows.rows[index], error)))
+        self.finished.append((index, self.handler.error_line(index, self.rows.rows[index], error)))
         self.progress.errors += 1
 
     def _store(self) -> None:

@@ -8,11 +8,9 @@ Ray itself (`exlm[scale]`) only when a function needs it.
 from typing import Any
 
 from .affinity import PrefixAffinity, prompt_blocks
-from .cluster import cluster, import_ray
-from .config import ClusterConfig, ServerConfig
+from .cluster import ClusterConfig, ServerConfig, cluster, import_ray
 from .deploy import Service, application, bind_application, deploy, service_from_config
-from .ray_data import run_rows_on_ray
-from .storage import exists, is_remote, read_requests, write_answers_anywhere
+from .ray_data import exists, is_remote, read_requests, run_rows_on_ray, write_answers_anywhere
 
 __all__ = [
     "ClusterConfig",

@@ -1,14 +1,20 @@
-"""Connect to a running Ray cluster, or start one on this machine for the length of a block."""
+"""The Ray cluster: connecting to it or starting one, and how many replicas of which size run on it.
+
+Ray is imported only when a function needs it.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from exlm import MissingExtra
+from exlm import InputError, MissingExtra
+from exlm.serve import Limits
 
 OBJECT_STORE_BYTES = 256 << 20
 """Size of the object store of a cluster started here; what exceeds it is spilled to disk."""
@@ -54,3 +60,59 @@ def cluster() -> Iterator[bool]:
         yield started
     finally:
         ray.shutdown()
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What replicas and the ingress have to agree on."""
+
+    keys: Sequence[str] = ()
+    admin_keys: Sequence[str] = ()
+    limits: Limits = field(default_factory=Limits)
+    ready_seconds: float = 10.0
+    """A replica is healthy if its engine makes a token within this time."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The number and size of the replicas. The field names are also keys of a configuration file."""
+
+    least: int = 1
+    most: int = 1
+    """Replicas are added and removed between `least` and `most`, by the length of the queue."""
+    cpus: float = 1.0
+    gpus: float = 0
+    """GPUs of one replica; replicas with less than 1 share a GPU."""
+    tensor_parallel: int = 1
+    """Tensor-parallel ranks of one replica; with GPUs, as many as `gpus`."""
+    ongoing: int = 32
+    """Concurrent requests of one replica; further ones wait at the ingress."""
+    queue: int = 16
+    """Target of concurrent requests for each replica: with more, replicas are added."""
+    slack: int = 8
+    """How many more requests than the least busy replica the one with the longest cached prefix may have."""
+    fronts: int = 1
+    """Replicas of the ingress."""
+    drain: float = 60.0
+    """Seconds a replica has to finish its requests before it is removed."""
+    patience: float = 30.0
+    """Seconds of a long queue before a replica is added; removing one takes ten times as long."""
+
+    def __post_init__(self) -> None:
+        """Refuse contradictory numbers."""
+        if not 1 <= self.least <= self.most:
+            raise InputError(
+                f"--replicas takes N or LEAST..MOST, from 1 up; found {self.least}..{self.most}."
+            )
+        if self.tensor_parallel > 1 and self.gpus and self.gpus != self.tensor_parallel:
+            raise InputError(
+                f"A model shared by {self.tensor_parallel} GPUs needs as many each, found {self.gpus}."
+            )
+
+    @classmethod
+    def from_replicas(cls, replicas: str, **more: Any) -> ClusterConfig:
+        """A configuration of `2` or `2..8` replicas."""
+        found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", replicas.strip())
+        if found is None:
+            raise InputError(f"--replicas takes N or LEAST..MOST, such as 2..8; found {replicas!r}.")
+        return cls(int(found[1]), int(found[2] or found[1]), **more)

@@ -1,27 +1,112 @@
 """The server on a cluster: two Ray Serve deployments, the ingress and the replicas behind it.
 
 Clients reach Ray Serve's proxies, these the ingress, and the ingress a replica, which the prefix router
-chooses. Every replica has the whole application of `exlm.serve`.
+chooses. A replica has the application of `exlm.serve` with its engine, called in its process instead of over
+a socket. `Replica` and `Ingress` do not use Ray; the deployments do.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from exlm import InputError
-from exlm.serve import Limits, ModelSpec
+from exlm import ExlmError, InputError
+from exlm.serve import ApiKeys, Engine, Limits, ModelSpec, Options, create_app, load
 
-from .cluster import import_ray
-from .config import ClusterConfig, ServerConfig, ingress_options, replica_options
-from .ingress import Ingress, with_middleware
-from .replica import Replica, ReplicaRequest
+from .cluster import ClusterConfig, ServerConfig, import_ray
+from .ingress import Ingress, ReplicaRequest, with_middleware
 
+MAX_BUFFERED_MESSAGES = 64
+"""Messages of a response that may wait to be fetched."""
+
+
+class NotReady(ExlmError, RuntimeError):
+    """A replica's engine makes no tokens."""
+
+
+class Replica:
+    """A loaded model with its server's application."""
+
+    def __init__(
+        self, spec: ModelSpec, config: ServerConfig, tensor_parallel: int = 1, name: str = "replica"
+    ) -> None:
+        """Load the model; `name` is the value of the response header `x-exlm-replica`."""
+        self._config, self._name = config, name
+        self._engine = Engine([spec], partial(load, tensor_parallel=tensor_parallel))
+        self._engine.preload(spec.name)
+        api_keys = ApiKeys(config.keys, config.admin_keys)
+        self._app = create_app(self._engine, Options(api_keys, config.limits, config.ready_seconds))
+        self._lifespan = contextlib.AsyncExitStack()
+        self._starting = asyncio.Lock()
+        self._started = False
+
+    async def ask(
+        self, request: ReplicaRequest, blocks: Sequence[bytes] = ()
+    ) -> AsyncIterator[list[Message]]:
+        """Answer a request with the ASGI messages of its response, a few at a time.
+
+        `blocks` is not used here: the router reads it from the call.
+        """
+        await self._start()
+        outbox: asyncio.Queue[Message | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
+        disconnected = asyncio.Event()
+        inbox: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if inbox:
+                return inbox.pop()
+            await disconnected.wait()
+            return {"type": "http.disconnect"}
+
+        async def work() -> None:
+            try:
+                await self._app(request.scope(), receive, outbox.put)
+            finally:
+                await outbox.put(None)
+
+        task = asyncio.create_task(work())
+        try:
+            while (message := await outbox.get()) is not None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message["headers"], (b"x-exlm-replica", self._name.encode())]
+                messages = [message]
+                while not outbox.empty() and (more := outbox.get_nowait()) is not None:
+                    messages.append(more)
+                yield messages
+                if messages[-1]["type"] == "http.response.body" and not messages[-1].get("more_body"):
+                    break
+            disconnected.set()
+            await task
+        finally:
+            disconnected.set()
+            task.cancel()
+
+    async def check_health(self) -> None:
+        """Raise NotReady unless the engine makes a token in time."""
+        await self._start()
+        if not await self._engine.find(None).is_ready(self._config.ready_seconds):
+            raise NotReady(f"No token came within {self._config.ready_seconds} s.")
+
+    async def close(self) -> None:
+        """Cancel all requests and free the memory."""
+        await self._lifespan.aclose()
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if not self._started:
+                await self._lifespan.enter_async_context(self._app.router.lifespan_context(self._app))
+                self._started = True
+
+
+ROUTER_CLASS = "exlm.scale.router.PrefixRouter"
 APPLICATION_NAME = "exlm"
 """The Ray Serve application. Deploying it again replaces the replicas one by one."""
 
@@ -92,6 +177,53 @@ class _AppResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
+
+
+def replica_options(config: ClusterConfig) -> dict[str, Any]:
+    """Options of the deployment of replicas.
+
+    All GPUs of a replica are one bundle of a placement group, so that they are on one machine and visible to
+    the replica's process, which starts its tensor-parallel ranks itself.
+    """
+    resources: dict[str, float] = {"num_cpus": config.cpus, "num_gpus": config.gpus}
+    options: dict[str, Any] = {
+        "ray_actor_options": resources,
+        "max_ongoing_requests": config.ongoing,
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "health_check_period_s": 10,
+        "health_check_timeout_s": 60,
+        "graceful_shutdown_timeout_s": config.drain,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "request_router_config": {
+            "request_router_class": ROUTER_CLASS,
+            "request_router_kwargs": {"slack": config.slack},
+        },
+    }
+    if config.gpus > 1:
+        options["placement_group_bundles"] = [{"CPU": config.cpus, "GPU": config.gpus}]
+        options["placement_group_strategy"] = "STRICT_PACK"
+    if config.least == config.most:
+        return options | {"num_replicas": config.least}
+    scaling = {
+        "min_replicas": config.least,
+        "max_replicas": config.most,
+        "target_ongoing_requests": config.queue,
+        "upscale_delay_s": config.patience,
+        "downscale_delay_s": 10 * config.patience,
+    }
+    return options | {"autoscaling_config": scaling}
+
+
+def ingress_options(config: ClusterConfig) -> dict[str, Any]:
+    """Options of the deployment of the ingress, which takes every request and does its own limiting."""
+    return {
+        "num_replicas": config.fronts,
+        "ray_actor_options": {"num_cpus": 0},
+        "max_ongoing_requests": 100_000,
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "graceful_shutdown_timeout_s": config.drain,
+        "graceful_shutdown_wait_loop_s": 0.5,
+    }
 
 
 def bind_application(service: Service) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,11 +22,39 @@ from exlm.serve.dialects import ENDPOINTS
 from exlm.serve.errors import RETRY_SECONDS
 from exlm.serve.limits import ConcurrencyLimiter
 from exlm.serve.middleware import RequestMiddleware
-from exlm.serve.sse import JsonResponse, sse_event
+from exlm.serve.responses import JsonResponse, sse_event
 
 from .affinity import prompt_blocks
-from .config import ServerConfig
-from .replica import ReplicaRequest
+from .cluster import ServerConfig
+
+
+@dataclass(frozen=True)
+class ReplicaRequest:
+    """An HTTP request as it is sent to a replica."""
+
+    method: str
+    path: str
+    query: bytes = b""
+    headers: Sequence[tuple[bytes, bytes]] = ()
+    body: bytes = b""
+
+    def scope(self) -> dict[str, Any]:
+        """The request's ASGI scope."""
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "root_path": "",
+            "query_string": self.query,
+            "headers": list(self.headers),
+            "client": None,
+            "server": None,
+        }
+
 
 Ask: TypeAlias = Callable[[ReplicaRequest, Sequence[bytes]], AsyncGenerator[list[Message], None]]
 """Calls a replica, chosen by the blocks of the prompt; yields the ASGI messages of its response."""

@@ -25,20 +25,24 @@ from .engine import Engine
 from .errors import APIError, to_api_error, validation_error
 from .handlers import RequestHandlers, caller_of, parse_body
 from .limits import Limits
-from .metrics import Metrics, engine_state
 from .middleware import ApiKeys, RequestMiddleware
+from .monitoring import Metrics, engine_state
 from .openapi import AppWithSchemas, docs_page, event_stream_of, request_body_of
-from .response_schema import (
+from .responses import ClientDisconnected, JsonResponse
+from .schema import (
     DetokenizeReply,
+    DetokenizeRequest,
+    EmbeddingsRequest,
     ErrorReply,
     HealthReply,
     ModelCard,
     ModelList,
+    ModelRequest,
     StateReply,
     TokenizeReply,
+    TokenizeRequest,
+    web_panel_script,
 )
-from .schema import DetokenizeRequest, EmbeddingsRequest, ModelRequest, TokenizeRequest, web_panel_script
-from .sse import ClientDisconnected, JsonResponse
 
 WEB = Path(__file__).with_name("web")
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
@@ -18,10 +19,8 @@ import torch
 from exlm import AsyncGenerator, AsyncJob, ExlmError, Settings
 
 from .errors import APIError
-from .generation import GenerationRequest, ModelInfo
-from .health import TICK_SECONDS, Activity
+from .generation import GenerationRequest, ModelInfo, OutputDelta, output_delta
 from .models import GeneratorParts, ModelSpec, load
-from .responses import OutputDelta, output_delta
 
 Loader: TypeAlias = Callable[[ModelSpec], GeneratorParts]
 
@@ -30,6 +29,55 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS = 10.0
 DRAIN_POLL_SECONDS = 0.02
 PROBE_SALT = "health check"
+MAX_EVENTS = 256
+HEARTBEAT_SECONDS = 0.5
+"""How often the event loop records that it is running."""
+
+
+class Activity:
+    """When one engine last did something, how many jobs it has, and its latest events."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` counts seconds."""
+        self.clock = clock
+        self.pending_jobs = 0
+        """Jobs queued that have not ended."""
+        self.tokens = 0
+        """Results with a token, since the start."""
+        self.events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
+        self._last = clock()
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the engine has had jobs and done nothing."""
+        return self.clock() - self._last if self.pending_jobs else 0.0
+
+    def job_queued(self, event: str) -> None:
+        """Count a new job."""
+        if not self.pending_jobs:
+            self._last = self.clock()
+        self.pending_jobs += 1
+        self.record(event)
+
+    def job_ended(self, event: str) -> None:
+        """A job has finished, failed or been cancelled."""
+        self.pending_jobs -= 1
+        self._last = self.clock()
+        self.record(event)
+
+    def on_result(self, result: Mapping[str, Any]) -> None:
+        """Note a job's result."""
+        self._last = self.clock()
+        if result["stage"] == "streaming":
+            self.tokens += 1
+        elif result["stage"] == "prefill":
+            self.record(f"job {result['serial']} read {result['curr_progress']} of {result['max_progress']}")
+        else:
+            self.record(f"job {result['serial']} started")
+
+    def record(self, event: str) -> None:
+        """Keep an event for a report."""
+        self.events.append((time.time(), event))
 
 
 class LoadedModel:
@@ -234,12 +282,12 @@ class Engine:
         self.models: dict[str, LoadedModel] = {}
         self.clock, self.drain_seconds = clock, drain_seconds
         self.started = int(time.time())
-        self.last_tick = clock()
+        self.last_heartbeat = clock()
         self.draining = False
         self._loader = loader
         self._preloaded: dict[str, GeneratorParts] = {}
         self._load_lock = asyncio.Lock()
-        self._tick_task: asyncio.Task[None] | None = None
+        self._heartbeat_task: asyncio.Task[None] | None = None
 
     def preload(self, name: str) -> None:
         """Load a model before there is an event loop; `start` makes its generator."""
@@ -250,13 +298,13 @@ class Engine:
         for name, parts in self._preloaded.items():
             self.models[name] = LoadedModel(self.specs[name], parts)
         self._preloaded.clear()
-        self._tick_task = asyncio.create_task(self._tick())
+        self._heartbeat_task = asyncio.create_task(self._heartbeat())
 
     async def close(self) -> None:
         """Cancel all requests and unload every model."""
         self.draining = True
-        if self._tick_task is not None:
-            self._tick_task.cancel()
+        if self._heartbeat_task is not None:
+            self._heartbeat_task.cancel()
         while self.models:
             await self.models.popitem()[1].close()
 
@@ -304,11 +352,11 @@ class Engine:
             raise APIError(404, f"No model is called {name!r}.", param="model", code="model_not_found")
         return self.specs[name]
 
-    async def _tick(self) -> None:
+    async def _heartbeat(self) -> None:
         """Record that the event loop runs, for the watchdog."""
         while True:
-            self.last_tick = self.clock()
-            await asyncio.sleep(TICK_SECONDS)
+            self.last_heartbeat = self.clock()
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
 def _model_unloaded(name: str) -> APIError:

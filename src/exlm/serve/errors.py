@@ -11,7 +11,7 @@ from typing import Any
 
 from exlm import CacheTooSmall, ChatTemplateError, DoesNotFit, ExlmError, InputError, MissingExtra, QueueFull
 
-from .response_schema import ErrorReply
+from .schema import ErrorReply
 
 ERROR_TYPES = {
     401: "authentication_error",

@@ -17,7 +17,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -388,3 +388,87 @@ def wants_usage(request: BaseRequest) -> bool:
     if request.stream_options is not None and not request.stream:
         raise APIError(422, "stream_options needs stream: true.", param="stream_options")
     return request.stream_options is not None and request.stream_options.include_usage
+
+
+FINISH_REASONS: Mapping[str, Literal["stop", "length"]] = {
+    "stop_token": "stop",
+    "stop_string": "stop",
+    "end_filter": "stop",
+    "max_new_tokens": "length",
+}
+"""`eos_reason` of a job's last result, and the OpenAI API's word for it."""
+MIN_LOGPROB = -9999.0
+"""Written instead of minus infinity, which JSON does not have."""
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A token, its log probability, and the most likely tokens with theirs."""
+
+    text: str
+    logprob: float
+    top_logprobs: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class FinishInfo:
+    """Why a text ended, and its token counts and times."""
+
+    reason: Literal["stop", "length"]
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    accepted_draft_tokens: int
+    rejected_draft_tokens: int
+    seconds: tuple[float, float, float]
+    """In the queue, in prefill, in generation."""
+
+
+@dataclass(frozen=True)
+class OutputDelta:
+    """What one result of a job adds to its text; `finish` stands in the last one."""
+
+    text: str = ""
+    tokens: tuple[SampledToken, ...] = ()
+    finish: FinishInfo | None = None
+
+
+def output_delta(result: Mapping[str, Any], request: GenerationRequest) -> OutputDelta | None:
+    """What a job's result adds to its text; None if nothing. Raises the error of a failed job."""
+    if result["stage"] != "streaming":
+        return None
+    if "error" in result:
+        raise result["error"]
+    tokens: tuple[SampledToken, ...] = ()
+    if request.top_logprobs is not None and "logits" in result:
+        tokens = _sampled_tokens(result, request)
+    finish = None
+    if result["eos"]:
+        finish = FinishInfo(
+            reason=FINISH_REASONS[result["eos_reason"]],
+            prompt_tokens=result["prompt_tokens"],
+            cached_tokens=result["cached_tokens"],
+            new_tokens=result["new_tokens"],
+            accepted_draft_tokens=result.get("accepted_draft_tokens", 0),
+            rejected_draft_tokens=result.get("rejected_draft_tokens", 0),
+            seconds=(result["time_enqueued"], result["time_prefill"], result["time_generate"]),
+        )
+    text = result.get("text", "")
+    return OutputDelta(text, tokens, finish) if text or tokens or finish else None
+
+
+def _sampled_tokens(result: Mapping[str, Any], request: GenerationRequest) -> tuple[SampledToken, ...]:
+    """The model's own log probabilities, before any sampler setting."""
+    pieces = request.tokenizer.get_id_to_piece_list(include_special_tokens=True)
+    logprobs = torch.log_softmax(result["logits"][0].float(), dim=-1)
+    best = torch.topk(logprobs, min(request.top_logprobs or 0, logprobs.shape[-1]), dim=-1)
+
+    def text(token_id: int) -> str:
+        return pieces[token_id] if token_id < len(pieces) else ""
+
+    out = []
+    for row, token_id in enumerate(result["token_ids"][0].tolist()):
+        best_row = zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)
+        top = tuple((text(one), max(logprob, MIN_LOGPROB)) for one, logprob in best_row)
+        out.append(SampledToken(text(token_id), max(float(logprobs[row, token_id]), MIN_LOGPROB), top))
+    return tuple(out)

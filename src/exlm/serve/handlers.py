@@ -25,6 +25,7 @@ from exlm import Tokenizer
 
 from .body import LargeBodyThread, RequestBody
 from .chat_prompt import render_chat
+from .dialects import Endpoint, ResponseWriter
 from .engine import Engine, LoadedModel, RequestStream
 from .errors import APIError
 from .generation import (
@@ -35,12 +36,17 @@ from .generation import (
     tokenize_limit,
 )
 from .limits import ConcurrencyLimiter, Limits
-from .metrics import Metrics
 from .middleware import Caller
-from .response_schema import DetokenizeReply, TokenizeReply
-from .responses import Endpoint, ResponseWriter
-from .schema import BaseRequest, ChatRequest, DetokenizeRequest, TokenizeRequest
-from .sse import KEEP_ALIVE_SECONDS, EventStreamResponse, JsonResponse, unless_disconnected
+from .monitoring import Metrics
+from .responses import KEEP_ALIVE_SECONDS, EventStreamResponse, JsonResponse, unless_disconnected
+from .schema import (
+    BaseRequest,
+    ChatRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
+    TokenizeReply,
+    TokenizeRequest,
+)
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")

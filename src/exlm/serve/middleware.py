@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .body import LargeBodyThread, RequestBody
 from .errors import APIError
 from .limits import BodyMemoryLimiter, Limits
-from .sse import JsonResponse
+from .responses import JsonResponse
 
 PUBLIC_PATHS = frozenset(("/health/live",))
 BODILESS_METHODS = frozenset(("GET", "HEAD", "OPTIONS", "DELETE"))

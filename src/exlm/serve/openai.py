@@ -12,12 +12,14 @@ import time
 import uuid
 from typing import Any, ClassVar, Protocol
 
-from . import schema
 from .chat_prompt import render_chat
 from .errors import APIError, to_api_error
 from .generation import (
+    FinishInfo,
     GenerationRequest,
     ModelInfo,
+    OutputDelta,
+    SampledToken,
     answer_or_call_filter,
     check_choice_count,
     encode_negative_prompt,
@@ -32,8 +34,17 @@ from .generation import (
     wants_usage,
 )
 from .limits import Limits
-from .output_parser import ContentDelta, OutputParser, ReasoningDelta, ResponseEvent
-from .response_schema import (
+from .output_parser import (
+    ContentDelta,
+    OutputParser,
+    ReasoningDelta,
+    ResponseEvent,
+    ToolCallArgsDelta,
+    ToolCallStart,
+)
+from .responses import DONE, EVENT_STREAM, KEEP_ALIVE, sse_event
+from .schema import (
+    BaseRequest,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -41,9 +52,11 @@ from .response_schema import (
     ChatLogprobs,
     ChatMessage,
     ChatReply,
+    ChatRequest,
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
+    CompletionRequest,
     ErrorReply,
     FinishReason,
     Timings,
@@ -52,14 +65,11 @@ from .response_schema import (
     TopLogprob,
     Usage,
 )
-from .responses import Endpoint, FinishInfo, OutputDelta, SampledToken
-from .sse import DONE, EVENT_STREAM, KEEP_ALIVE, sse_event
 from .tool_formats import MISTRAL
-from .tool_parsers import ToolCallArgsDelta, ToolCallStart
 
 
 def chat_generation_request(
-    request: schema.ChatRequest, model: ModelInfo, limits: Limits, salt: str = ""
+    request: ChatRequest, model: ModelInfo, limits: Limits, salt: str = ""
 ) -> GenerationRequest:
     """`n` answers to one conversation."""
     if request.top_logprobs is not None and not request.logprobs:
@@ -100,7 +110,7 @@ def chat_generation_request(
 
 
 def completion_generation_request(
-    request: schema.CompletionRequest, model: ModelInfo, limits: Limits, salt: str = ""
+    request: CompletionRequest, model: ModelInfo, limits: Limits, salt: str = ""
 ) -> GenerationRequest:
     """`n` continuations of each prompt."""
     if request.echo and request.logprobs is not None:
@@ -128,12 +138,12 @@ def completion_generation_request(
 
 
 def to_generation_request(
-    request: schema.BaseRequest, model: ModelInfo, limits: Limits, salt: str = ""
+    request: BaseRequest, model: ModelInfo, limits: Limits, salt: str = ""
 ) -> GenerationRequest:
     """The generation request of a chat or a completion; `salt` keeps callers' prefix caches apart."""
-    if isinstance(request, schema.ChatRequest):
+    if isinstance(request, ChatRequest):
         return chat_generation_request(request, model, limits, salt)
-    if isinstance(request, schema.CompletionRequest):
+    if isinstance(request, CompletionRequest):
         return completion_generation_request(request, model, limits, salt)
     raise TypeError(type(request).__name__)
 
@@ -472,27 +482,3 @@ def _chat_logprobs(tokens: list[SampledToken]) -> ChatLogprobs:
 def _logprob_entry(text: str, logprob: float) -> TopLogprob:
     is_whole = "\ufffd" not in text  # the bytes of a part of a character are not known here
     return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
-
-
-ENDPOINTS = (
-    Endpoint(
-        path="/v1/chat/completions",
-        name="chat",
-        description="Answer a conversation, at once or as a stream of events.",
-        request_type=schema.ChatRequest,
-        response_type=ChatReply,
-        event_type=ChatChunk,
-        to_generation_request=chat_generation_request,
-        writer=ChatWriter,
-    ),
-    Endpoint(
-        path="/v1/completions",
-        name="complete",
-        description="Continue a text, or several.",
-        request_type=schema.CompletionRequest,
-        response_type=CompletionReply,
-        event_type=CompletionReply,
-        to_generation_request=completion_generation_request,
-        writer=CompletionWriter,
-    ),
-)

@@ -16,8 +16,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, TypeAdapter
 
 from . import dialects
-from .response_schema import ErrorReply
-from .schema import DetokenizeRequest, EmbeddingsRequest, ModelRequest, TokenizeRequest
+from .schema import DetokenizeRequest, EmbeddingsRequest, ErrorReply, ModelRequest, TokenizeRequest
 
 Mode = Literal["validation", "serialization"]
 VALIDATION: Mode = "validation"

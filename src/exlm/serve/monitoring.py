@@ -1,12 +1,22 @@
-"""What the server reports about itself: Prometheus metrics, and a snapshot of the engine as JSON.
+"""What operators see of a running server: Prometheus metrics, a snapshot as JSON, and a watchdog.
 
-Neither contains any text of a request.
+Metrics and snapshot contain no text of a request. The watchdog ends a process whose engine is stuck, so that
+a supervisor can start another; it first logs the last scheduler events and every thread's stack. It runs in a
+thread of its own, because what is stuck may be the event loop.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import traceback
 from collections import Counter as Multiset
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,10 +25,10 @@ from prometheus_client.registry import Collector
 
 from exlm import Job
 
-from .engine import Engine, LoadedModel
+from .dialects import ResponseWriter
+from .engine import HEARTBEAT_SECONDS, Engine, LoadedModel
 from .limits import ConcurrencyLimiter
-from .response_schema import StateReply
-from .responses import ResponseWriter
+from .schema import StateReply
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0)
 
@@ -134,3 +144,88 @@ def _job_state(job: Job) -> dict[str, Any]:
             job.metrics.queue_seconds + job.metrics.prefill_seconds + job.metrics.generate_seconds, 3
         ),
     }
+
+
+STALLED_EXIT_STATUS = 70
+
+log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Checks an engine periodically until stopped; `on_stall` is called once, with a report."""
+
+    def __init__(self, engine: Engine, seconds: float, on_stall: Callable[[str], None]) -> None:
+        """An engine that has jobs and does nothing for `seconds` is stuck."""
+        self.engine, self.seconds, self.on_stall = engine, seconds, on_stall
+        self._running_since = -math.inf
+        """When the process was last resumed after having been stopped."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="exlm-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def stall_reason(self) -> str | None:
+        """What is stuck; None if nothing is."""
+        now = self.engine.clock()
+        running = now - self._running_since
+        if (stalled := min(now - self.engine.last_heartbeat, running)) > self.seconds + 2 * HEARTBEAT_SECONDS:
+            return f"the event loop has not moved for {stalled:.1f} s"
+        for name, model in list(self.engine.models.items()):
+            if (stalled := min(model.activity.stalled_seconds, running)) > self.seconds:
+                return f"{name} has {model.activity.pending_jobs} jobs and gave no result for {stalled:.1f} s"
+        return None
+
+    def _watch(self) -> None:
+        checked = self.engine.clock()
+        while not self._stop.wait(min(1.0, self.seconds / 4)):
+            before, checked = checked, self.engine.clock()
+            # This thread stood still too, so the whole process did: Ctrl-Z, or a paused machine.
+            if checked - before > self.seconds / 2:
+                self._running_since = checked
+            if (reason := self.stall_reason()) is not None:
+                self.on_stall(stall_report(self.engine, reason))
+                return
+
+
+def stall_report(engine: Engine, reason: str) -> str:
+    """The last events of every model's scheduler, and the stack of each thread."""
+    lines = [f"The server is stuck: {reason}."]
+    for name, model in list(engine.models.items()):
+        generator = model.generator.generator
+        lines.append(
+            f"{name}: {len(generator.active_jobs)} jobs run, {len(generator.pending_jobs)} wait, "
+            f"{generator.pages.num_free_pages} of {generator.max_pages} pages are free. Last events:"
+        )
+        lines += [f"  {_clock_time(moment)} {event}" for moment, event in list(model.activity.events)]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        lines.append(f"thread {names.get(ident, ident)}:")
+        lines += [f"  {line.rstrip()}" for line in traceback.format_stack(frame)[-12:]]
+    return "\n".join(lines)
+
+
+def exit_on_stall(folder: Path | None = None) -> Callable[[str], None]:
+    """A stall handler that logs the report, writes it to `folder` if given, and ends the process."""
+
+    def exit_with_report(text: str) -> None:
+        log.critical("%s", text)
+        if folder is not None:
+            try:
+                (folder / f"exlm-stuck-{os.getpid()}.txt").write_text(text, encoding="utf-8")
+            except OSError as error:
+                log.critical("The report could not be written: %s", error)
+        logging.shutdown()
+        os._exit(STALLED_EXIT_STATUS)  # a stuck thread would block any orderly exit
+
+    return exit_with_report
+
+
+def _clock_time(moment: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
