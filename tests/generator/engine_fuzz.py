@@ -311,7 +311,7 @@ class EngineFuzz:
             self.engine.clear()
             self.checker.expected.clear()
         elif dice < 0.335:
-            self.engine.page_table.clear()
+            self.engine.page_table.clear_prefix_cache()
         else:
             self.round()
         active = self.engine.scheduler.active

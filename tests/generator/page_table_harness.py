@@ -33,7 +33,7 @@ def prefill(table: TrackedPageTable, *sequences: TokenSequence) -> list[PageCopy
     for one in sequences:
         table.skip_cached_tokens(one)
         copies.append(table.plan_partial_copy(one))
-        table.commit(one, len(one) - 1)
+        table.mark_computed(one, len(one) - 1)
     table.check_all()
     return copies
 
@@ -41,13 +41,13 @@ def prefill(table: TrackedPageTable, *sequences: TokenSequence) -> list[PageCopy
 def generate(table: TrackedPageTable, one: TokenSequence, text: str, *, finalize: bool = True) -> None:
     """Sample some ids."""
     for token in text.encode():
-        table.commit(one, len(one))
+        table.mark_computed(one, len(one))
         one.ids.append(token)
         if finalize:
-            table.finalize(one, len(one))
+            table.mark_final(one, len(one))
 
 
 def prefill_and_release(table: TrackedPageTable, one: TokenSequence) -> None:
     table.allocate([one])
-    table.commit(one, len(one) - 1)
+    table.mark_computed(one, len(one) - 1)
     table.release(one)

@@ -33,7 +33,7 @@ def _sequence_violations(table: PageTable, sequence: TokenSequence) -> Iterator[
     if sequence.num_published_pages != min(cached, sequence.num_final_tokens - 1) // size:
         published, final = sequence.num_published_pages, sequence.num_final_tokens
         yield f"{published} pages published with {cached} tokens computed and {final} final"
-    filled_rows = [table._pages[index].filled for index in sequence.pages]
+    filled_rows = [len(table._pages[index].ids) for index in sequence.pages]
     if any(after and before < size for before, after in pairwise(filled_rows)):
         yield f"its pages hold {filled_rows} rows: there is a hole"
     for i, index in enumerate(sequence.pages):
@@ -48,5 +48,5 @@ def _sequence_violations(table: PageTable, sequence: TokenSequence) -> Iterator[
                 i < sequence.num_published_pages and not page.page_hash
             ):
                 yield f"page {index} does not have the hash of slot {i}"
-        elif page.ref_count != 1 or page.page_hash or page.pending_hash or page.filled != len(valid):
-            yield f"page {index} is its own, but has {page.ref_count} users and {page.filled} rows"
+        elif page.ref_count != 1 or page.page_hash or page.pending_hash or len(page.ids) != len(valid):
+            yield f"page {index} is its own, but has {page.ref_count} users and {len(page.ids)} rows"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from exlm.errors import CacheTooSmall, InputError
-from exlm.generator.page_table import Page, PageSlot, PageTable
+from exlm.generator.page_table import Page, PageTable, PageTableEntry
 from exlm.generator.scheduler import PrefillBatch, PrefillChunk, Scheduler
 from exlm.generator.token_sequence import TokenSequence
 from exlm.testing import ScriptedRunner
@@ -41,7 +41,7 @@ class CountingPageTable(PageTable):
         self.counts["switches"] += sequence.pages[i] != other.index
         return super()._use_shared_page(sequence, i, other)
 
-    def _assign_page(self, page: Page, slots: list[PageSlot]) -> None:
+    def _assign_page(self, page: Page, slots: list[PageTableEntry]) -> None:
         self.counts["rows kept in place"] += bool(page.ids)
         super()._assign_page(page, slots)
 
@@ -79,7 +79,7 @@ class SchedulerFuzz:
         elif dice < 0.365:
             self.scheduler.clear()
         elif dice < 0.37:
-            self.page_table.clear()
+            self.page_table.clear_prefix_cache()
         else:
             self.round()
         self.check()
@@ -206,7 +206,7 @@ class SchedulerFuzz:
             self.runner.prefill(chunk.sequence, chunk.start, chunk.end)
             self.computed[id(chunk.sequence)] += chunk.end - chunk.start
         for chunk in self.rng.sample(chunks, len(chunks)):
-            self.page_table.commit(chunk.sequence, chunk.end)
+            self.page_table.mark_computed(chunk.sequence, chunk.end)
             self.check_computed(chunk)
 
     def check_computed(self, chunk: PrefillChunk[Job]) -> None:
@@ -229,10 +229,10 @@ class SchedulerFuzz:
             assert not written & set(sequence.pages[: -(-chunk.end // size)])
             if chunk.copy is not None:
                 assert chunk.copy.num_tokens == chunk.start - sequence.num_computed_tokens >= 2
-                assert chunk.copy.num_tokens <= self.page_table.num_valid_rows(chunk.copy.source)
-                assert self.page_table.num_valid_rows(chunk.copy.target) == 0
+                assert chunk.copy.num_tokens <= self.page_table.num_cached_tokens(chunk.copy.source)
+                assert self.page_table.num_cached_tokens(chunk.copy.target) == 0
             for i in range(sequence.num_computed_tokens // size, -(-chunk.end // size)):
-                assert self.page_table.num_valid_rows(sequence.pages[i]) <= max(
+                assert self.page_table.num_cached_tokens(sequence.pages[i]) <= max(
                     0, sequence.num_computed_tokens - i * size
                 )
                 written.add(sequence.pages[i])
@@ -252,7 +252,7 @@ class SchedulerFuzz:
         accepted = guesses[: rng.randint(0, len(guesses))]
         for token in [*accepted, self.token(job.sequences[0], 0)]:
             for sequence in job.sequences:
-                self.page_table.commit(sequence, len(sequence))
+                self.page_table.mark_computed(sequence, len(sequence))
                 sequence.ids.append(token)
             if not self.finalize_or_rewind(job):
                 return
@@ -265,7 +265,7 @@ class SchedulerFuzz:
         if dice < 0.35:
             keep = self.rng.choice((0, 0, 1, 2))
             for sequence in job.sequences:
-                self.page_table.finalize(sequence, len(sequence) - keep)
+                self.page_table.mark_final(sequence, len(sequence) - keep)
         elif dice < 0.45 and unfinalized:
             self.counts["rewinds"] += 1
             back = self.rng.choice((unfinalized, self.rng.randint(1, unfinalized)))

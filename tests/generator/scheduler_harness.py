@@ -45,9 +45,9 @@ class SchedulerHarness:
                 rows, [row.num_computed_tokens for row in rows], [[row.ids[-1]] for row in rows]
             )
             for row in rows:
-                self.page_table.commit(row, len(row))
+                self.page_table.mark_computed(row, len(row))
                 row.ids.append(7)
-                self.page_table.finalize(row, len(row))
+                self.page_table.mark_final(row, len(row))
             if len(rows[0]) >= rows[0].max_length:
                 self.scheduler.finish(one)
         check_invariants(self.page_table, (row for one in self.scheduler.active for row in one.sequences))
@@ -58,7 +58,7 @@ class SchedulerHarness:
             if chunk.end > chunk.start:
                 self.runner.prefill(chunk.sequence, chunk.start, chunk.end)
         for chunk in batch.chunks:
-            self.page_table.commit(chunk.sequence, chunk.end)
+            self.page_table.mark_computed(chunk.sequence, chunk.end)
         self.chunks += batch.chunks
 
     def run_to_end(self) -> None:

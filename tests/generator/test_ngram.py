@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exlm.generator.ngram import NgramIndex
-from exlm.generator.speculative import ModelDrafter, NgramDrafter
+from exlm.generator.speculative import ModelDrafter, NgramDrafter, NgramIndex
 from exlm.generator.token_sequence import TokenSequence
 from tests.generator.counting import instructions
 from tests.generator.ngram_oracle import CheckedNgramDraft, oracle

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exlm.generator.output import OutputProcessor
-from exlm.generator.output_actions import Emit, Hold, Rewind, Stop
+from exlm.generator.output import Emit, Hold, OutputProcessor, Rewind, Stop
 from tests.generator.toy_vocabulary import (
     BYTES,
     EMOJI,

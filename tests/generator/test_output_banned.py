@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from exlm.generator.output import OutputProcessor
-from exlm.generator.output_actions import Emit, Hold, OutputAction, Rewind, Stop
+from exlm.generator.output import Emit, Hold, OutputAction, OutputProcessor, Rewind, Stop
 from tests.generator.toy_vocabulary import BYTES, ID, SPECIAL, detokenizer_of, push, toy_detokenizer
 
 # ---- banned strings

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exlm.generator.output import OutputProcessor
-from exlm.generator.output_actions import Emit, Hold, OutputAction, Rewind, Stop, StopReason
+from exlm.generator.output import Emit, Hold, OutputAction, OutputProcessor, Rewind, Stop, StopReason
 from exlm.tokenizer.detokenizer import ByteTokenDecoder
 
 REPLACEMENT = "\ufffd"

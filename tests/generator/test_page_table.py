@@ -65,7 +65,7 @@ def test_every_row_that_is_written_has_a_page(length: int, new: int) -> None:
     one = TokenSequence(list(range(length)), max_length=length + new)
     prefill(table, one)
     assert one.prefill_done
-    table.commit(one, length)
+    table.mark_computed(one, length)
     assert len(one.pages) * size >= length + new
     table.check_all()
     table.release(one)
@@ -105,7 +105,7 @@ def test_prompts_that_arrive_together_share_pages_that_do_not_exist_yet() -> Non
     table.allocate([b])
     assert a.pages[:2] == b.pages[:2]
     assert b.num_computed_tokens == 0
-    table.commit(a, 4)
+    table.mark_computed(a, 4)
     table.skip_cached_tokens(b)
     assert b.num_computed_tokens == 4
     table.check_all()
@@ -117,12 +117,12 @@ def test_a_pending_hash_outlives_the_sequence_that_set_it(filled: int) -> None:
     a, b = sequence("abcdefghij"), sequence("abcdefghij")
     table.allocate([a])
     table.allocate([b])
-    table.commit(a, filled)
+    table.mark_computed(a, filled)
     table.release(a)
     table.check_all()
     table.skip_cached_tokens(b)
     assert b.num_computed_tokens == filled
-    table.commit(b, 9)
+    table.mark_computed(b, 9)
     table.check_all()
     c = sequence("abcdefghij")
     prefill(table, c)
@@ -133,7 +133,7 @@ def test_an_unused_pending_hash_is_dropped() -> None:
     table = TrackedPageTable(4, 4)
     a = sequence("abcdefghij")
     table.allocate([a])
-    table.commit(a, 6)
+    table.mark_computed(a, 6)
     table.release(a)
     table.check_all()
     b = sequence("abcdefghij")
@@ -238,7 +238,7 @@ def test_equal_generated_pages_are_merged() -> None:
     assert b.pages[0] == a.pages[0]
     assert b.pages[1] != a.pages[1]
     assert table.num_free_pages == free + 1
-    assert table.num_valid_rows(own) == 0
+    assert table.num_cached_tokens(own) == 0
     table.check_all()
 
 
@@ -251,7 +251,7 @@ def test_an_idle_duplicate_page_is_cleared() -> None:
     table.release(a)
     generate(table, b, "cdef")
     assert b.pages[0] != twin
-    assert table.num_valid_rows(twin) == 0
+    assert table.num_cached_tokens(twin) == 0
     table.check_all()
 
 

@@ -39,7 +39,7 @@ def test_a_page_is_not_shared_while_its_last_id_may_be_fed_again() -> None:
     a = sequence("abc", 9)
     prefill(table, a)
     generate(table, a, "def", finalize=False)
-    table.finalize(a, 4)  # to the very end of the page: a rewind to it feeds id 4 again
+    table.mark_final(a, 4)  # to the very end of the page: a rewind to it feeds id 4 again
     assert a.num_published_pages == 0
     table.rewind(a, 4)
     assert a.num_computed_tokens == 3
@@ -73,7 +73,7 @@ def test_text_held_over_a_page_boundary_is_neither_lost_nor_misplaced() -> None:
     assert prefill(table, stranger) == [None]
     assert stranger.cached_tokens == 0
     table.release(stranger)
-    table.finalize(a, len(a))
+    table.mark_final(a, len(a))
     generate(table, a, "i")
     b = sequence("abcdefghi")
     prefill(table, b)
@@ -99,7 +99,7 @@ def test_rejected_drafts_are_not_cached() -> None:
     table = TrackedPageTable(16, 4)
     a = sequence("abc", 12)
     prefill(table, a)
-    table.commit(a, 3)
+    table.mark_computed(a, 3)
     a.ids += list(b"d")
     table.release(a)
     (order,) = prefill(table, sequence("abcdef"))
@@ -184,7 +184,7 @@ def test_clear_empties_idle_pages_only() -> None:
     a, b = sequence("abcdefgh"), sequence("ABCDEFGH")
     prefill(table, a, b)
     table.release(a)
-    table.clear()
+    table.clear_prefix_cache()
     table.check_all()
     prefill(table, c := sequence("abcdefgh"))
     assert c.cached_tokens == 0
@@ -208,8 +208,8 @@ def test_a_released_sequence_can_no_longer_be_changed() -> None:
     a = sequence("abcdef")
     table.allocate([a])
     table.release(a)
-    table.commit(a, 5)
-    table.finalize(a, 5)
+    table.mark_computed(a, 5)
+    table.mark_final(a, 5)
     table.release(a)
     table.check_all()
     assert table.num_free_pages == 4
@@ -222,7 +222,7 @@ def test_a_failed_copy_leaves_no_trace() -> None:
     table.allocate([a])
     assert table.plan_partial_copy(a) == table.plan_partial_copy(a) == PageCopy(0, a.pages[0], 3)
     assert (a.num_computed_tokens, a.cached_tokens) == (0, 0)
-    table.commit(a, 3)
+    table.mark_computed(a, 3)
     assert (a.num_computed_tokens, a.cached_tokens) == (3, 3)
 
 
@@ -233,9 +233,9 @@ def test_a_copy_that_was_not_needed_after_all_does_not_count() -> None:
     table.allocate([a])
     table.allocate([b])
     assert table.plan_partial_copy(a) is not None
-    table.commit(b, 7)
+    table.mark_computed(b, 7)
     table.skip_cached_tokens(a)
-    table.commit(a, 7)
+    table.mark_computed(a, 7)
     assert (a.cached_pages, a.cached_tokens) == (1, 4)
 
 
@@ -247,19 +247,19 @@ def test_a_page_that_serves_as_a_source_was_used() -> None:
     table.release(y)
     order = prefill(table, sequence("abXY"))
     assert order == [PageCopy(source, other, 2)]
-    assert table.num_valid_rows(source) == 3
+    assert table.num_cached_tokens(source) == 3
     table.release(z)
 
 
 def test_the_version_tells_when_it_is_worth_asking_again() -> None:
     table = TrackedPageTable(4, 4)
-    versions = [table.version]
+    versions = [table.capacity_version]
     table.allocate([a := sequence("abcdef")])
-    versions.append(table.version)
-    table.commit(a, 5)
-    assert table.version == versions[-1]
+    versions.append(table.capacity_version)
+    table.mark_computed(a, 5)
+    assert table.capacity_version == versions[-1]
     table.release(a)
-    versions.append(table.version)
+    versions.append(table.capacity_version)
     assert len(set(versions)) == 3
 
 
@@ -287,6 +287,6 @@ def test_prefix_lookup_does_not_scan_every_page() -> None:
     order = table.plan_partial_copy(one)
     assert order is not None
     assert order.num_tokens == 41
-    lead = table.prefix_key(one, 0)
+    lead = table.start_key(one, 0)
     assert lead is not None
-    assert len(table._by_prefix_key[lead]) == 1
+    assert len(table._by_start_key[lead]) == 1

@@ -168,7 +168,7 @@ def test_cancel_anywhere() -> None:
     assert plan is not None
     assert house.scheduler.cancel(running)
     assert not house.scheduler.cancel(running)
-    house.page_table.commit(plan.chunks[0].sequence, plan.chunks[0].end)  # too late, and no harm done
+    house.page_table.mark_computed(plan.chunks[0].sequence, plan.chunks[0].end)  # too late, and no harm done
     assert house.scheduler.next_prefill_batch() is None
     assert house.scheduler.decode_batch() == []
     check_invariants(house.page_table, [])

@@ -199,7 +199,7 @@ def test_draining_a_long_queue_is_not_quadratic() -> None:
     while house.scheduler.num_unfinished > 1:
         for one in house.scheduler.admit():
             for row in one.sequences:
-                house.page_table.commit(row, len(row) - 1)
+                house.page_table.mark_computed(row, len(row) - 1)
         for one in house.scheduler.decode_batch():
             if one is not big:
                 house.scheduler.finish(one)

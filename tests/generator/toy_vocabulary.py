@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from exlm.generator.output import OutputProcessor
-from exlm.generator.output_actions import Emit, OutputAction
+from exlm.generator.output import Emit, OutputAction, OutputProcessor
 from exlm.tokenizer.detokenizer import ByteTokenDecoder, Detokenizer
 
 LETTERS = [chr(ord("a") + place) for place in range(26)]

@@ -17,7 +17,7 @@ from . import results
 from .async_scheduling import InFlightDecode
 from .job import Job, TokenizerLike
 from .model_runner import ModelRunner
-from .output_actions import Emit, OutputAction, Rewind, Stop
+from .output import Emit, OutputAction, Rewind, Stop
 from .page_table import PageTable
 from .results import Result, SampledToken, StreamingResult
 from .scheduler import Scheduler
@@ -45,31 +45,27 @@ class EngineCore:
         num_draft_tokens: int = 0,
         make_extras: Callable[[list[int], Any, Any], Any] | None = None,
     ) -> None:
-        """`max_length` is the longest a sequence may become, `max_queue` how many jobs may wait to start.
+        """`max_length` limits prompt and completion together, `max_queue` the number of pending jobs.
 
         `make_extras` turns ids, adapters and embeddings into a sequence's extras.
         """
-        self.runner, self.page_table, self.tokenizer, self.vocab_size = (
-            runner,
-            page_table,
-            tokenizer,
-            vocab_size,
-        )
+        self.runner, self.page_table = runner, page_table
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.scheduler: Scheduler[Job] = Scheduler(page_table, max_batch_size, chunk_size)
         self.max_length, self.max_queue = max_length, max_queue
         self.drafter = drafter or NoDrafter()
         self.num_draft_tokens = num_draft_tokens
         self.make_extras = make_extras
         self.default_loras: Any = None
-        """Adapters of jobs that do not say which they want."""
+        """Adapters of jobs that name none."""
         self.cache_key_parts: dict[str, bytes] = {}
-        """What the keys and values of every job depend on besides its ids; part of the prefix cache's key."""
+        """What the keys and values of every job depend on besides its ids; part of its cache salt."""
         self.sampler = Sampler(tokenizer, vocab_size)
         self._in_flight = InFlightDecode(runner)
         self._filter_executor = FilterThreadPool()
         self._next_serial = 0
         self._in_step = False
-        """Whether a step is running; still True after a step that an interrupt or an error has ended."""
+        """Whether a step is running; stays True after an interrupt or an error has ended one."""
         self._jobs_by_adapters: dict[bytes, dict[int, Job]] = {}
 
     @property
@@ -94,30 +90,29 @@ class EngineCore:
                 "when some have started, or create the generator with a longer queue."
             )
         self._attach_extras(job)
-        job.finalize_cache_salt(self.cache_key_parts)
+        job.set_cache_salt(self.cache_key_parts)
         self._in_step = self._in_step and not self.scheduler.reset_after_interrupt()
         try:
             self.scheduler.add(job)
-            job.prepare(self._next_serial, self.tokenizer, self.vocab_size)
+            job.bind(self._next_serial, self.tokenizer, self.vocab_size)
         except BaseException:
             self.scheduler.cancel(job)
             raise
         if adapters := job.cache_key_parts.get("adapters"):
             self._jobs_by_adapters.setdefault(adapters, {})[id(job)] = job
-        job.draft_length = (
-            AdaptiveDraftLength(self.num_draft_tokens) if self.num_draft_tokens else job.draft_length
-        )
+        if self.num_draft_tokens:
+            job.draft_length = AdaptiveDraftLength(self.num_draft_tokens)
         self._next_serial += 1
         return job.serial_number
 
     def cancel(self, job: Job) -> None:
-        """Drop a job, wherever it is; nothing for one that is finished or unknown."""
+        """Drop a job, pending or active; does nothing for one that is finished or unknown."""
         if job in self.scheduler:
             was_in_step, self._in_step = self._in_step, True
-            self._release(job)
+            self._release_resources(job)
             try:
                 self.scheduler.cancel(job)
-            except LookupError:  # left by an interrupt; `reset_after_interrupt` repairs it
+            except LookupError:  # an interrupt left it inconsistent; `reset_after_interrupt` repairs it
                 if not was_in_step:
                     raise
             self._in_step = was_in_step
@@ -127,33 +122,32 @@ class EngineCore:
         for job in [*self.scheduler.active, *self.scheduler.pending]:
             self.cancel(job)
 
-    def step(self) -> list[Result]:
-        """Admit jobs, prefill a chunk of each prompt, decode a batch, verify and apply its tokens."""
-        out = self.admit_and_prefill()
-        batch = self.scheduler.decode_batch()
-        if not batch:
-            return out
+    def step(self, decode: bool = True) -> list[Result]:
+        """Admit jobs, prefill a chunk of each prompt, decode a batch, verify and apply its tokens.
+
+        Without `decode`, only prompts make progress.
+        """
         self._in_step = True
-        logits, drafts = self._in_flight.take(batch), NO_DRAFTS
-        if logits is None:
-            drafts = self._propose_drafts(batch)
-            logits = self._decode(batch, drafts)
-        out += self._verify_and_apply(batch, logits, drafts)
+        out = self._admit()
+        out += self._prefill_chunks()
+        if decode and (batch := self.scheduler.decode_batch()):
+            logits, drafts = self._in_flight.take(batch), NO_DRAFTS
+            if logits is None:
+                drafts = self._propose_drafts(batch)
+                logits = self._decode(batch, drafts)
+            out += self._verify_and_apply(batch, logits, drafts)
         self._in_step = False
         return out
 
-    def admit_and_prefill(self) -> list[Result]:
-        """The first half of a step: admit jobs that fit and prefill a chunk of each prompt."""
+    def _admit(self) -> list[Result]:
+        """Start the pending jobs that fit; fail those whose adapters were unloaded."""
         out: list[Result] = [*self._fail_unloaded_loras()] if self._jobs_by_adapters else []
         if self.scheduler.has_prefill:
-            self._in_step = True
             out += map(results.started_result, self.scheduler.admit())
-            out += self._prefill_chunks()
-            self._in_step = False
         return out
 
     def _attach_extras(self, job: Job) -> None:
-        """Give a job's sequences their adapters and embeddings; ids beyond the vocabulary stand for these."""
+        """Set `extras` of a job's sequences: adapters, and embeddings for the ids beyond the vocabulary."""
         loras = self.default_loras if job.loras is None else job.loras
         for sequence in job.sequences:
             if sequence.extras is None and (loras or job.embeddings or max(sequence.ids) >= self.vocab_size):
@@ -165,12 +159,14 @@ class EngineCore:
                 job.cache_key_parts["adapters"] = sequence.extras.salt
 
     def _fail_unloaded_loras(self) -> list[StreamingResult]:
-        """Fail the jobs whose adapters were unloaded: they would go on without them."""
+        """Fail the jobs whose adapters were unloaded, rather than run them without."""
         out = []
-        for adapters, jobs in [*self._jobs_by_adapters.items()]:
+        for adapters, jobs in [
+            *self._jobs_by_adapters.items()
+        ]:  # all jobs of an entry have the same adapters
             if not jobs:
                 del self._jobs_by_adapters[adapters]
-            elif next(iter(jobs.values())).sequences[0].extras.unloaded_error():  # and so for all of these
+            elif next(iter(jobs.values())).sequences[0].extras.unloaded_error():
                 for job in [*jobs.values()]:
                     self.cancel(job)
                     out.append(results.error_result(job, job.sequences[0].extras.unloaded_error()))
@@ -190,7 +186,7 @@ class EngineCore:
                 if chunk.end > chunk.start:
                     self.runner.prefill(chunk.sequence, chunk.start, chunk.end)
                     self.drafter.prefill(chunk.sequence, chunk.start, chunk.end)
-                self.page_table.commit(chunk.sequence, chunk.end)
+                self.page_table.mark_computed(chunk.sequence, chunk.end)
                 advanced[id(chunk.job)] = chunk.job
         out: list[Result] = []
         for job in advanced.values():
@@ -199,15 +195,16 @@ class EngineCore:
         return out
 
     def _propose_drafts(self, jobs: Sequence[Job]) -> Sequence[Sequence[int]]:
-        """The drafter's tokens for each job; a job that decodes for the first time is made ready for it."""
+        """The drafter's tokens for each job. A job that decodes for the first time is initialized here."""
         for job in jobs:
             if job.metrics.first_decode_at is None:
-                job.begin()
-                job.metrics.sampled()
+                job.init_sampling()
+                job.metrics.start_decode()
         if not self.num_draft_tokens:
             return NO_DRAFTS
-        draft_lengths = [job.num_draft_tokens for job in jobs]
-        return self.drafter.propose([job.sequences[0] for job in jobs], draft_lengths)
+        return self.drafter.propose(
+            [job.sequences[0] for job in jobs], [job.num_draft_tokens for job in jobs]
+        )
 
     def _decode(self, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]) -> Any:
         """Logits of each job's last token and drafts, in one pass of the model."""
@@ -227,10 +224,10 @@ class EngineCore:
     def _verify_and_apply(
         self, jobs: Sequence[Job], logits: Any, drafts: Sequence[Sequence[int]]
     ) -> Sequence[Result]:
-        """Sample a token for every job, and more while a job's drafts agree with what is sampled.
+        """Sample a token for every job, and further ones for as long as they equal the job's draft.
 
-        The next pass is launched before the host reads the tokens if all jobs are simple, and if no drafter
-        may propose something that depends on them.
+        The next pass is launched before the host reads the tokens if all jobs are simple and no draft depends
+        on these tokens.
         """
         all_simple = all([job.is_simple for job in jobs])
         if not self.num_draft_tokens:
@@ -249,21 +246,17 @@ class EngineCore:
                 )
             else:
                 position_results = [
-                    self._append_simple(job, *sampled[id(job)][position]) for job, _ in unfinished
+                    self._append_token_fast(job, *sampled[id(job)][position]) for job, _ in unfinished
                 ]
             out += position_results
             accepted = []
             for (job, draft), result in zip(unfinished, position_results, strict=True):
-                no_token = (
-                    "error" in result or "suppressed_text" in result
-                )  # nothing new stands at this position
-                agreed = (
-                    position < len(draft) and not no_token and job.sequences[0].ids[-1] == draft[position]
-                )
-                if agreed and not result["eos"]:
+                appended = not ("error" in result or "suppressed_text" in result)
+                matches = appended and position < len(draft) and job.sequences[0].ids[-1] == draft[position]
+                if matches and not result["eos"]:
                     accepted.append((job, draft))
                     continue
-                job.update_acceptance(position + agreed, len(draft))
+                job.update_acceptance(position + matches, len(draft))
                 if result["eos"]:
                     results.add_draft_counts(job, result)
             unfinished = accepted
@@ -277,10 +270,9 @@ class EngineCore:
     def _sample_and_apply(
         self, jobs: Sequence[Job], logits: Any, position: int, launch_next: bool = False
     ) -> list[StreamingResult]:
-        """Sample a token for every job at one position and apply it; a job that fails does not affect the
-        others.
+        """Sample a token for every job at one position and apply it; a job that fails fails alone.
 
-        `launch_next` says that these are all the jobs of the logits, and that the next pass may be launched.
+        `launch_next` launches the next pass before the tokens are read; `jobs` are then all jobs of `logits`.
         """
         try:
             requests = [
@@ -296,7 +288,7 @@ class EngineCore:
             self._in_flight.launch_next(jobs, pending.tokens)
         output = pending.wait()
         if output.resampled:
-            self._in_flight.discard()  # it computes from tokens that were not kept
+            self._in_flight.discard()  # it was fed tokens that have been replaced
         out: list[StreamingResult] = []
         details: list[SampledToken] = []
         token_ids = results.token_id_tensors(output.tokens)
@@ -304,18 +296,18 @@ class EngineCore:
             if token < 0 and (failure := output.error(token)) is not None:
                 out.append(self._fail(job, failure))
             elif job.is_simple:
-                out.append(self._append_simple(job, token, token_ids[i]))
+                out.append(self._append_token_fast(job, token, token_ids[i]))
             else:
                 details = details or results.sampled_tokens(output, jobs, row_logits)
-                out.append(self._append_sampled(job, details[i]))
+                out.append(self._append_token(job, details[i]))
         return out
 
-    def _append_simple(self, job: Job, token: int, token_ids: Any) -> StreamingResult:
-        """Append a token of a simple job, whose text is mostly emitted at once."""
+    def _append_token_fast(self, job: Job, token: int, token_ids: Any) -> StreamingResult:
+        """Append a token of a simple job: no hooks, no filters, and mostly its text is emitted at once."""
         sequence = job.sequences[0]
-        self.page_table.commit(sequence, len(sequence.ids))
+        self.page_table.mark_computed(sequence, len(sequence.ids))
         sequence.ids.append(token)
-        self.page_table.finalize(sequence, len(sequence.ids))
+        self.page_table.mark_final(sequence, len(sequence.ids))
         job.sampler_state.accept(token)
         action = job.output.push(token)
         if type(action) is Emit and not job.pending_tokens:
@@ -324,13 +316,13 @@ class EngineCore:
         job.pending_tokens.append(SampledToken(token))
         return self._apply_action(job, action)
 
-    def _append_sampled(self, job: Job, sampled: SampledToken) -> StreamingResult:
-        """Append a token of any job: after its hooks, to its sequences, filters and output."""
+    def _append_token(self, job: Job, sampled: SampledToken) -> StreamingResult:
+        """Append a token of any job: run its hooks, then update its sequences, filters and output."""
         try:
             sampled, feed_filters = self._apply_hooks(job, sampled) if job.hooks else (sampled, True)
             job.output.check_retries(sampled.token)
             for sequence in job.sequences:
-                self.page_table.commit(sequence, len(sequence.ids))
+                self.page_table.mark_computed(sequence, len(sequence.ids))
                 sequence.ids.append(sampled.token)
             job.sampler_state.accept(sampled.token)
             filter_done = feed_filters and job.advance_filters(sampled.token)
@@ -366,20 +358,20 @@ class EngineCore:
         match action:
             case Emit(text=text, num_tokens=count):
                 job.emitted_texts.append(text)
-                self._finalize_tokens(job)
-                return results.streaming_result(job, text, job.take(count))
+                self._mark_final(job)
+                return results.streaming_result(job, text, job.take_pending_tokens(count))
             case Stop():
                 return self._stop(job, action)
             case Rewind():
                 self._rewind(job, action)
                 return results.rewind_result(job, action)
-        self._finalize_tokens(job)
+        self._mark_final(job)
         return results.streaming_result(job)
 
-    def _finalize_tokens(self, job: Job) -> None:
-        """Publish the pages whose tokens can no longer be rewound."""
+    def _mark_final(self, job: Job) -> None:
+        """Record the tokens that can no longer be rewound."""
         for sequence in job.sequences:
-            self.page_table.finalize(sequence, len(sequence.ids) - job.output.num_revocable)
+            self.page_table.mark_final(sequence, len(sequence.ids) - job.output.num_revocable)
 
     def _rewind(self, job: Job, action: Rewind) -> None:
         del job.pending_tokens[-action.num_tokens :]
@@ -392,7 +384,10 @@ class EngineCore:
     def _stop(self, job: Job, action: Stop) -> StreamingResult:
         job.emitted_texts.append(action.text)
         job.final_held_text = action.held_text
-        emitted, held = job.take(action.num_tokens), job.take(len(job.pending_tokens))
+        emitted, held = (
+            job.take_pending_tokens(action.num_tokens),
+            job.take_pending_tokens(len(job.pending_tokens)),
+        )
         self._finish(job)
         return results.stop_result(job, action, emitted, held)
 
@@ -402,12 +397,12 @@ class EngineCore:
 
     def _finish(self, job: Job) -> None:
         job.metrics.finished_at = time.perf_counter()
-        if job in self.scheduler:  # else a hook or a filter has cancelled it in this step
-            self._release(job)
+        if job in self.scheduler:  # not if a hook or a filter cancelled it during this step
+            self._release_resources(job)
             self.scheduler.finish(job)
 
-    def _release(self, job: Job) -> None:
-        """Release what a job holds besides its pages, which it still has."""
+    def _release_resources(self, job: Job) -> None:
+        """Release everything a job holds but its pages, which the scheduler releases."""
         job.is_finished = True
         self._jobs_by_adapters.get(job.cache_key_parts.get("adapters", b""), {}).pop(id(job), None)
         if self.scheduler.num_unfinished == 1:

@@ -11,20 +11,22 @@ from typing import Any
 
 from ..errors import InputError
 from ..sampling import Settings
-from .call_arguments import GENERATE_ARGUMENTS, argument_names, drop_unknown, reject_unknown
 from .engine import EngineCore
 from .job import JOB_ARGUMENTS, Job, materialize
 from .page_table import PageTable
 from .results import Result, ResultQueue, StreamingResult, error_result
 from .speculative import Drafter, ModelDrafter, NgramDrafter
 from .validation import (
+    GENERATE_ARGUMENTS,
+    argument_names,
     at_least,
     cache_tokens,
     check_components,
-    completion_text,
+    drop_unknown,
     one_per_prompt,
     prompt_list,
     prompt_texts,
+    reject_unknown,
     resolve_chunk_size,
     resolve_max_seq_len,
     resolve_num_draft_tokens,
@@ -145,7 +147,7 @@ class Generator:
     @property
     def num_active_jobs(self) -> int:
         """How many jobs run."""
-        return self._engine.scheduler.running
+        return self._engine.scheduler.num_active
 
     @property
     def pages(self) -> PageTable:
@@ -255,7 +257,7 @@ class Generator:
         with self.lock:
             if remaining := self._engine.scheduler.num_unfinished:
                 raise InputError(f"{remaining} jobs use the cache: finish or clear them first.")
-            self._engine.page_table.clear()
+            self._engine.page_table.clear_prefix_cache()
 
     def set_loras(self, loras: Any) -> None:
         """The adapters of jobs enqueued from now on that name none themselves: one, a list, or None.
@@ -334,7 +336,7 @@ class Generator:
         if last is None:
             return None
         texts = [
-            completion_text(single_prompt, result, completion_only)
+            ("" if completion_only else prompt_texts(single_prompt)[0]) + result["full_completion"]
             for single_prompt, result in zip(prompts, last, strict=True)
         ]
         answer: Any = texts[0] if single else texts
@@ -377,7 +379,7 @@ class Generator:
         with self.lock:
             self.cancel_abandoned()
             if not self._engine.busy and self.cache.last_writer is not self._engine.runner:
-                self._engine.page_table.clear()
+                self._engine.page_table.clear_prefix_cache()
                 self.cache.last_writer = self._last_writer = self._engine.runner
             serial = self._engine.enqueue(job)
             if job.result_queue is None:
@@ -412,7 +414,7 @@ class Generator:
         for job in self.active_jobs:
             self._engine.cancel(job)
             out.append(error_result(job, InputError(CACHE_OVERWRITTEN)))
-        self._engine.page_table.clear()
+        self._engine.page_table.clear_prefix_cache()
         return out
 
     def _make_drafter(self, ngram: bool, max_ngram: int) -> Drafter | None:

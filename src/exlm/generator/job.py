@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -14,15 +15,14 @@ from ..errors import InputError
 from ..sampling import SamplerState, SamplingRequest, Settings
 from ..sampling.rng import check_seed
 from ..tokenizer import EMBEDDING_INDEX
-from .call_arguments import GENERATE_ARGUMENTS, argument_names, reject_unknown
-from .metrics import LegacyTimestamps, RequestMetrics
 from .output import OutputProcessor
 from .results import JobTokenSequence, ResultQueue, SampledToken, common_fields, mask_tensor
 from .speculative import AdaptiveDraftLength
 from .token_sequence import TokenSequence, build_salt
+from .validation import GENERATE_ARGUMENTS, argument_names, reject_unknown
 
 MAX_TOKENS = 2**31
-NO_DRAFT_LENGTH = AdaptiveDraftLength(0)  # drafts nothing, and so never changes
+NO_DRAFTING = AdaptiveDraftLength(0)  # drafts nothing, and so never changes
 
 
 class TokenizerLike(Protocol):
@@ -52,7 +52,41 @@ class TokenizerLike(Protocol):
         ...
 
 
-class Job(LegacyTimestamps):
+@dataclass
+class RequestMetrics:
+    """When things happened to a job, by `time.perf_counter`, and the seconds between them."""
+
+    enqueued_at: float | None = None
+    prefill_started_at: float | None = None
+    first_decode_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def queue_seconds(self) -> float:
+        """From enqueue to the first prefill."""
+        return (self.prefill_started_at or self._now) - (self.enqueued_at or self._now)
+
+    @property
+    def prefill_seconds(self) -> float:
+        """From the first prefill to the first decode pass."""
+        return (self.first_decode_at or self._now) - (self.prefill_started_at or self._now)
+
+    @property
+    def generate_seconds(self) -> float:
+        """From the first decode pass to the end."""
+        return (self.finished_at or self._now) - (self.first_decode_at or self._now)
+
+    def start_decode(self) -> None:
+        """Record the start of the first decode pass."""
+        self.first_decode_at = time.perf_counter()
+        self.prefill_started_at = self.prefill_started_at or self.first_decode_at
+
+    @property
+    def _now(self) -> float:
+        return self.finished_at or time.perf_counter()
+
+
+class Job:
     """A request for a completion; single-use.
 
     `input_ids` is a (1, n) tensor of ids in system memory, or a pair of them for classifier-free guidance.
@@ -101,7 +135,7 @@ class Job(LegacyTimestamps):
         self.decode_special_tokens = decode_special_tokens
         self.return_top_tokens = _whole_number("return_top_tokens", return_top_tokens, 0)
         self.return_logits, self.return_probs = return_logits, return_probs
-        self.filters, self.filter_prefer_eos = _several(filters), filter_prefer_eos
+        self.filters, self.filter_prefer_eos = _filter_tuple(filters), filter_prefer_eos
         self.banned_strings = _banned_string_tuple(materialize(banned_strings) or ())
         self.token_healing = bool(token_healing) and all(map(_can_heal, self.prompts))
         self.identifier, self.embeddings, self.loras = identifier, tuple(embeddings or ()), loras
@@ -116,29 +150,29 @@ class Job(LegacyTimestamps):
         self.serial_number, self.skips = -1, 0
         self.metrics, self.is_finished, self.cancelled = RequestMetrics(), False, False
         self.result_queue: ResultQueue | None = None
-        """Where its generator puts its results; the one that `iterate` reads, unless set before enqueue."""
-        self.final_held_text: str | None = ""  # None while `output` has it
+        """Where the generator puts the results; unless set before enqueue, the queue that `iterate` reads."""
+        self.final_held_text: str | None = ""  # None while `output` holds it
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
-        self.draft_length = NO_DRAFT_LENGTH  # set by an engine that drafts
+        self.draft_length = NO_DRAFTING  # set by an engine that drafts
         self.batch_row = 0
         """The index of its first row in the batch."""
-        self._began = False  # it has what sampling needs
-        self._filters_started = False  # the filters have begun: not before a healed token is sampled
+        self._sampling_ready = False
+        self._filters_started = False  # they start after a healed token
         self._pieces: Sequence[str] = ()
 
     def __repr__(self) -> str:
         """The serial number, once it has one."""
         return f"Job #{self.serial_number}" if self.serial_number >= 0 else "Job (new)"
 
-    def finalize_cache_salt(self, shared: Mapping[str, bytes]) -> None:
-        """Fix what its pages are named by: its own `key` and what all jobs of a generator share."""
+    def set_cache_salt(self, shared: Mapping[str, bytes]) -> None:
+        """Salt the page hashes of its sequences with `cache_key_parts` and those that all jobs share."""
         for sequence in self.sequences:
             sequence.set_salt(build_salt({**shared, **self.cache_key_parts}))
 
-    def prepare(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
-        """Check it against the model; called once, by the generator that takes the job.
+    def bind(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
+        """Check the job against the model and keep the tokenizer; called once, when the job is enqueued.
 
-        A job may wait among thousands: what only sampling needs is left to `begin`.
+        Thousands of jobs may be pending, so that `init_sampling` makes what only sampling needs.
         """
         for prompt, sequence in zip(self.prompts, self.sequences, strict=True):
             for token in (min(prompt), max(prompt)):
@@ -159,16 +193,16 @@ class Job(LegacyTimestamps):
         self.hooks = tuple(self.gen_settings.post_sampling_hooks or ())
         check_seed(self.seed)
         if self.gen_settings.mirostat_mu:
-            self.begin()  # its state takes the first target from there, or refuses it
+            self.init_sampling()  # a mirostat_mu that does not fit is an error now
         self.is_simple = not (self._wants_token_details or self._has_varying_limits)
         """Whether each token is sampled under the same conditions, and results hold only its text and id."""
         self.serial_number = serial
         self.common_fields = common_fields(self)
         self.metrics.enqueued_at = time.perf_counter()
 
-    def begin(self) -> None:
-        """Make what sampling needs, once: before its first token is sampled, or earlier."""
-        if self._began:
+    def init_sampling(self) -> None:
+        """Create what sampling and output processing need; later calls do nothing."""
+        if self._sampling_ready:
             return
         self.output = OutputProcessor(
             self._texts.detokenizer(self.decode_special_tokens, continues=True),
@@ -190,8 +224,8 @@ class Job(LegacyTimestamps):
         )
         self.emitted_texts: list[str] = []
         self.pending_tokens: list[SampledToken] = []
-        """Sampled, not yet shown."""
-        self._began, self.final_held_text = True, None
+        """Sampled, not yet emitted."""
+        self._sampling_ready, self.final_held_text = True, None
 
     @property
     def prompt_tokens(self) -> int:
@@ -200,25 +234,25 @@ class Job(LegacyTimestamps):
 
     @property
     def new_tokens(self) -> int:
-        """TokenSequence sampled and kept, a stop token included, a healed one not."""
-        return self.output.new_tokens if self._began else 0
+        """Tokens sampled and kept; counts a stop token, but not a healed one."""
+        return self.output.new_tokens if self._sampling_ready else 0
 
     @property
     def full_completion(self) -> str:
-        """All text shown so far."""
-        if not self._began:
+        """All text emitted so far."""
+        if not self._sampling_ready:
             return ""
         self.emitted_texts = ["".join(self.emitted_texts)]
         return self.emitted_texts[0]
 
     @property
     def held_text(self) -> str:
-        """Text that may not be shown yet; after the end, text that was never shown."""
+        """Text that is not emitted yet; after the end, text that never was."""
         return self.output.held_text if self.final_held_text is None else self.final_held_text
 
     @property
     def cached_pages(self) -> int:
-        """Whole pages of the prompt that were found in the cache, on average over the sequences."""
+        """Full pages of the prompt that were found in the cache, on average over the sequences."""
         return sum(sequence.cached_pages for sequence in self.sequences) // len(self.sequences)
 
     @property
@@ -226,11 +260,31 @@ class Job(LegacyTimestamps):
         """Tokens of the prompt that were found in the cache, on average over the sequences."""
         return sum(sequence.cached_tokens for sequence in self.sequences) // len(self.sequences)
 
+    @property
+    def time_enqueue(self) -> float | None:
+        """When the job was enqueued, by `time.time()`; this and the next three are for exllamav2 scripts."""
+        return _wall_clock(self.metrics.enqueued_at)
+
+    @property
+    def time_first_prefill(self) -> float | None:
+        """When its first prefill began."""
+        return _wall_clock(self.metrics.prefill_started_at)
+
+    @property
+    def time_first_token(self) -> float | None:
+        """When its first decode pass began."""
+        return _wall_clock(self.metrics.first_decode_at)
+
+    @property
+    def time_last_token(self) -> float | None:
+        """When it finished."""
+        return _wall_clock(self.metrics.finished_at)
+
     def piece(self, token: int) -> str:
         """A token's text, special ones included."""
         return self._pieces[token] if token < len(self._pieces) else ""
 
-    def take(self, count: int) -> list[SampledToken]:
+    def take_pending_tokens(self, count: int) -> list[SampledToken]:
         """Remove and return the oldest pending tokens."""
         taken = self.pending_tokens[:count]
         del self.pending_tokens[:count]
@@ -251,7 +305,7 @@ class Job(LegacyTimestamps):
         return self.sampling_request
 
     def prefetch_filter_masks(self, executor: Executor) -> None:
-        """Let the filters think about the next token while the model does."""
+        """Compute the filters' masks for the next token while the model runs."""
         if self.filter_stack is not None and self._filters_started:
             self.filter_stack.start_background(executor)
 
@@ -266,7 +320,7 @@ class Job(LegacyTimestamps):
 
     @property
     def num_draft_tokens(self) -> int:
-        """How many tokens to draft: none with healing, guidance, filters, embeddings or past the limit."""
+        """How many tokens to draft; none during healing, or with guidance, filters or embeddings."""
         if not self.speculative or len(self.sequences) > 1 or self.output.healing:
             return 0
         if self.filter_stack is not None or self.embeddings:
@@ -346,6 +400,11 @@ def split_stop_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[in
     return frozenset(tokens), tuple(string for string in strings if string)
 
 
+def _wall_clock(moment: float | None) -> float | None:
+    """A `time.perf_counter()` value as a `time.time()` value."""
+    return None if moment is None else time.time() - (time.perf_counter() - moment)
+
+
 def _salt_bytes(given: str | bytes | None) -> bytes:
     """A number is refused: 0 would be no salt at all."""
     if given is not None and not isinstance(given, str | bytes):
@@ -379,7 +438,7 @@ def _whole_number(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _several(filters: Any) -> tuple[Any, ...]:
+def _filter_tuple(filters: Any) -> tuple[Any, ...]:
     if filters is not None and not isinstance(filters, list | tuple):
         raise InputError(f"filters must be a list, found {type(filters).__name__}: write [filter].")
     return tuple(filters or ())

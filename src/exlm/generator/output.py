@@ -1,25 +1,76 @@
 """Output processing: which sampled tokens may be emitted as text, and when a job ends or must rewind.
 
-`push` takes each token as it is sampled and returns an action. A token is held back only while its text may
-still become a stop string, a banned string or a whole character; tokens are released in order. This module
-decides and does not act: it samples nothing, keeps no probabilities and changes no sequence. The engine
-applies the action, above all `Rewind`, before it pushes the next token.
+`OutputProcessor.push` takes each token as it is sampled and returns an action: `Emit`, `Hold`, `Stop` or
+`Rewind`. A token is held back only while its text may still become part of a stop string, of a banned string
+or of a multi-byte character; tokens are released in order. The engine applies the action before it pushes the
+next token, and keeps the tokens' probabilities and logits: an action says by `num_tokens` how many of the
+oldest tokens it releases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import InputError
 from ..tokenizer.detokenizer import Detokenizer
 from ..tokenizer.string_matcher import Match, StringMatcher
-from .output_actions import Emit, Hold, OutputAction, Rewind, Stop, StopReason
 from .stop_strings import StopStringBuffer, StringMatches
+
+MAX_BANNED_RETRIES = 8
+"""How often a token may be rejected at one position; it comes again only if all others are excluded."""
+
+StopReason = Literal["stop_token", "stop_string", "max_new_tokens", "end_filter"]
+"""Why a job ends by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Emit `text`, perhaps empty, of the `num_tokens` oldest held tokens, at least one."""
+
+    text: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Emit nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the job: emit `text` and the `num_tokens` oldest held tokens.
+
+    The remaining `num_held_tokens` tokens and `held_text` are not emitted. The tokens of a stop string are
+    emitted but its text is not; of a stop token neither is. `trigger` is the stop token or stop string.
+    """
+
+    reason: StopReason
+    text: str
+    num_tokens: int
+    held_text: str = ""
+    num_held_tokens: int = 0
+    trigger: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """Rewind the `num_tokens` newest tokens, none of which was emitted, and sample again without `blocked`.
+
+    `blocked` are all tokens that have led to a banned string from there. Held tokens before them stay held.
+    """
+
+    num_tokens: int
+    blocked: tuple[int, ...]
+    suppressed_text: str
+    suppressed_tokens: tuple[int, ...]
+
+
+OutputAction = Emit | Hold | Stop | Rewind
 
 HOLD = Hold()
 NO_TOKENS: frozenset[int] = frozenset()
-MAX_BANNED_RETRIES = 8
-"""How often a token may be rejected at one position; it comes again only if all others are excluded."""
 
 
 class OutputProcessor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import ExlmError
 from ..sampling import Sampler, SamplerOutput
-from .output_actions import Rewind, Stop, StopReason
+from .output import Rewind, Stop, StopReason
 from .token_sequence import TokenSequence
 
 if TYPE_CHECKING:

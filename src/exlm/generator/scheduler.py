@@ -1,16 +1,16 @@
 """The scheduler: admission, chunked prefill and the decode batch. It decides; the engine acts in each step:
 
-    started = scheduler.admit()                           # pending jobs that fit have their pages now
-    while batch := scheduler.next_prefill_batch():        # usually one; None when no prompt has a chunk left
-        runner.copy_pages(batch.copies)                   # all copies first, in any order
-        runner.prefill(batch.prefill)                     # then the chunks, in any order or all at once
-        for chunk in batch.prefill:
-            page_table.commit(chunk.sequence, chunk.end)  # not for a chunk that failed: cancel its job
-    jobs = scheduler.decode_batch()                       # one decode pass for these
+    started = scheduler.admit()                        # pending jobs that fit have their pages now
+    while batch := scheduler.next_prefill_batch():     # usually one; None when no prompt has a chunk left
+        runner.copy_pages(batch.copies)                # all copies first, in any order
+        for chunk in batch.chunks:                     # then the chunks, in any order
+            runner.prefill(chunk.sequence, chunk.start, chunk.end)
+            page_table.mark_computed(chunk.sequence, chunk.end)  # if it failed, cancel the job instead
+    jobs = scheduler.decode_batch()                    # one decode pass for these
 
 Prompts with a common prefix are prefilled in consecutive batches of one step, so that the later ones find
 what the first has computed; prompts without one run in the same batch. A step gives each sequence at most
-one chunk, so that a long prompt delays other jobs but does not stop them. No model, no text, no tensors.
+one chunk, so that a long prompt delays other jobs but does not stop them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import CacheTooSmall, InputError
-from .page_table import PageCopy, PageTable, PrefixKey
+from .page_table import PageCopy, PageTable, StartKey
 from .token_sequence import TokenSequence, common_prefix_length
 
 MAX_ADMISSION_SCAN = 64
@@ -31,7 +31,7 @@ class Schedulable(Protocol):
     """The part of a job that the scheduler reads. Jobs are compared by identity."""
 
     skips: int
-    """How often a younger job started first; the scheduler counts."""
+    """How many younger jobs started first; counted by the scheduler."""
 
     @property
     def sequences(self) -> list[TokenSequence]:
@@ -47,9 +47,9 @@ J = TypeVar("J", bound=Schedulable)
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk(Generic[J]):
-    """Feed the ids from `start` to `end` of a sequence; nothing to feed when they are equal.
+    """The ids from `start` to `end` of a sequence, to be computed; none if they are equal.
 
-    Rows before `start` are valid once `copy`, if there is one, was carried out.
+    `copy`, if there is one, provides the keys and values before `start`.
     """
 
     job: J
@@ -67,36 +67,35 @@ class PrefillBatch(Generic[J]):
 
     @property
     def copies(self) -> list[PageCopy]:
-        """To be carried out before any chunk. No page is both a source and a target."""
+        """The copies to make before any chunk. No page is both a source and a target."""
         return [chunk.copy for chunk in self.chunks if chunk.copy is not None]
 
 
 class _PrefillBatchBuilder(Generic[J]):
-    """Collects chunks: which pages they write, and what other prompts may reuse of those afterwards."""
+    """Collects chunks, the pages they write, and the ids there that other prompts may reuse afterwards."""
 
     def __init__(self) -> None:
         self.chunks: list[PrefillChunk[J]] = []
         self.written_pages: set[int] = set()
-        self.ids_by_prefix: dict[PrefixKey | None, list[list[int]]] = {}
+        self.ids_by_key: dict[StartKey | None, list[list[int]]] = {}
 
     def add(self, chunk: PrefillChunk[J], page_table: PageTable) -> None:
-        """Add a chunk."""
         sequence, size = chunk.sequence, page_table.page_size
         self.chunks.append(chunk)
         for i in range(sequence.num_computed_tokens // size, -(-chunk.end // size)):
             self.written_pages.add(sequence.pages[i])
-            if (prefix_key := page_table.prefix_key(sequence, i)) is not None:
-                self.ids_by_prefix.setdefault(prefix_key, []).append(
+            if (start_key := page_table.start_key(sequence, i)) is not None:
+                self.ids_by_key.setdefault(start_key, []).append(
                     sequence.ids[i * size : min(chunk.end, (i + 1) * size)]
                 )
 
-    def provides_more_of(self, page_table: PageTable, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Whether the batch writes a page with more than `num_tokens` rows that the sequence can reuse."""
+    def computes_longer_match(self, page_table: PageTable, sequence: TokenSequence, num_tokens: int) -> bool:
+        """Whether the batch writes a page of which the sequence can reuse more than `num_tokens` tokens."""
         page_index = sequence.num_computed_tokens // page_table.page_size
-        found = self.ids_by_prefix.get(page_table.prefix_key(sequence, page_index))
+        found = self.ids_by_key.get(page_table.start_key(sequence, page_index))
         if not found:
             return False
-        rest = page_table.reusable_ids(sequence, page_index)
+        rest = page_table.copyable_ids(sequence, page_index)
         return num_tokens < len(rest) and any(
             len(ids) > num_tokens
             and ids[num_tokens] == rest[num_tokens]
@@ -106,7 +105,7 @@ class _PrefillBatchBuilder(Generic[J]):
 
 
 class Scheduler(Generic[J]):
-    """First come, first served, as many jobs at a time as fit into the batch and the cache."""
+    """Starts jobs in the order they come, as many at a time as fit into the batch and the cache."""
 
     def __init__(self, page_table: PageTable, max_batch_size: int, chunk_size: int) -> None:
         if max_batch_size < 1 or chunk_size < 1:
@@ -114,19 +113,14 @@ class Scheduler(Generic[J]):
                 f"A scheduler needs max_batch_size and chunk of at least 1, found {max_batch_size} and "
                 f"{chunk_size}."
             )
-        self.page_table = page_table
-        self.max_batch_size = max_batch_size
-        self.chunk_size = chunk_size
+        self.page_table, self.max_batch_size, self.chunk_size = page_table, max_batch_size, chunk_size
         self._pending: OrderedDict[int, J] = OrderedDict()
         self._active: dict[int, J] = {}
         self._prefilling: dict[int, J] = {}  # active jobs whose prompts are not done
-        self._prefill_queue: list[
-            tuple[J, TokenSequence]
-        ] = []  # sequences still without a chunk in this step
-        self._num_rows = 0
-        self._admission_blocked_at: tuple[int, int] | None = (
-            None  # the state in which no pending job could start
-        )
+        self._prefill_queue: list[tuple[J, TokenSequence]] = []  # sequences without a chunk in this step yet
+        self._num_rows = 0  # rows of the batch that active jobs take
+        self._admission_blocked_at: tuple[int, int] | None = None
+        """The capacity version and row count at which no pending job could start."""
 
     def __contains__(self, job: J) -> bool:
         """Whether a job is pending or active."""
@@ -153,7 +147,7 @@ class Scheduler(Generic[J]):
         return len(self._pending)
 
     @property
-    def running(self) -> int:
+    def num_active(self) -> int:
         """How many jobs are active."""
         return len(self._active)
 
@@ -233,18 +227,18 @@ class Scheduler(Generic[J]):
             self.page_table.release(sequence)
 
     def cancel(self, job: J) -> bool:
-        """Remove a job wherever it is, at any moment; False if it is neither pending nor active."""
+        """Remove a job at any moment; False if it is neither pending nor active."""
         self._admission_blocked_at = None
-        was_pending = self._pending.pop(id(job), None) is not None  # one that is just starting is in both
+        was_pending = self._pending.pop(id(job), None) is not None  # while `admit` runs, a job may be both
         if id(job) in self._active:
             self.finish(job)
             return True
         return was_pending
 
     def reset_after_interrupt(self) -> bool:
-        """Repair what an interrupt (Ctrl-C) left inconsistent, once no job is left: no rows, no pages in use.
+        """Once no job is left, repair what an interrupt (Ctrl-C) left inconsistent; False while there are jobs.
 
-        Returns False and does nothing while there are jobs. The prefix cache is kept if it is consistent.
+        The prefix cache is kept if it is consistent.
         """
         if self.num_unfinished:
             return False
@@ -261,11 +255,8 @@ class Scheduler(Generic[J]):
         return jobs
 
     def _check_size(self, sequences: list[TokenSequence]) -> None:
-        need, have, size = (
-            self.page_table.count_pages(sequences),
-            self.page_table.num_pages,
-            self.page_table.page_size,
-        )
+        need, have = self.page_table.count_pages(sequences), self.page_table.num_pages
+        size = self.page_table.page_size
         if need <= have:
             return
         prompt = sum(map(len, sequences))
@@ -280,10 +271,10 @@ class Scheduler(Generic[J]):
     def _allocate_pending(self) -> list[J]:
         started: list[J] = []
         skipped: list[J] = []
-        if self._admission_blocked_at == (self.page_table.version, self._num_rows):
+        if self._admission_blocked_at == (self.page_table.capacity_version, self._num_rows):
             return started
         for job in self._pending.values():
-            if id(job) in self._active:  # an interrupt came before it had left the queue
+            if id(job) in self._active:  # an interrupt came before it left the queue
                 started.append(job)
                 continue
             if (
@@ -308,11 +299,11 @@ class Scheduler(Generic[J]):
             if exhausted:
                 break
         if not started:
-            self._admission_blocked_at = (self.page_table.version, self._num_rows)
+            self._admission_blocked_at = (self.page_table.capacity_version, self._num_rows)
         return started
 
     def _add_chunk(self, builder: _PrefillBatchBuilder[J], job: J, sequence: TokenSequence) -> bool:
-        """Give a sequence its chunk in this wave; False if it does better to wait for the next one."""
+        """Add a chunk of a sequence to this batch; False if the next batch lets it reuse more."""
         self.page_table.skip_cached_tokens(sequence)
         if sequence.prefill_done:
             return True
@@ -323,7 +314,7 @@ class Scheduler(Generic[J]):
         if offset == 0:
             copy = self.page_table.plan_partial_copy(sequence)
             start += copy.num_tokens if copy is not None else 0
-            if builder.provides_more_of(self.page_table, sequence, start - sequence.num_computed_tokens):
+            if builder.computes_longer_match(self.page_table, sequence, start - sequence.num_computed_tokens):
                 return False
         builder.add(
             PrefillChunk(job, sequence, start, self._chunk_end(sequence, start), copy), self.page_table
@@ -331,7 +322,7 @@ class Scheduler(Generic[J]):
         return True
 
     def _chunk_end(self, sequence: TokenSequence, start: int) -> int:
-        """Where a chunk that begins there ends: on a page boundary, if there is one within reach."""
+        """Where a chunk from `start` on ends: on a page boundary, if one is within `chunk_size`."""
         size = self.page_table.page_size
         boundary = (start + self.chunk_size) // size * size
         return min(boundary if boundary > start else start + self.chunk_size, len(sequence) - 1)

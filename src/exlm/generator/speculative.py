@@ -6,13 +6,13 @@ every position is sampled from the model, and the first mismatch ends the draft.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from typing import Protocol
 
 from ..tokenizer import EMBEDDING_INDEX
 from .model_runner import ModelRunner
-from .ngram import NgramIndex
 from .page_table import PageCopy
 from .token_sequence import TokenSequence
 
@@ -20,7 +20,7 @@ MISSES_BEFORE_PAUSE = 2
 """Consecutive drafts without an accepted token after which a job pauses drafting: for 2 tokens, 4, 8 …"""
 
 MAX_PAUSE = 32
-"""Tokens after which it drafts again in any case."""
+"""The longest pause, in tokens."""
 
 
 def round_draft_length(count: int, max_tokens: int) -> int:
@@ -41,7 +41,7 @@ class AdaptiveDraftLength:
         self._paused_until = 0
 
     def num_draft_tokens(self, num_generated: int, num_left: int) -> int:
-        """How many tokens to draft after `num_generated` tokens, of which `num_left` more may come."""
+        """How many tokens to draft after `num_generated` tokens, at most `num_left`."""
         return (
             0
             if num_generated < self._paused_until
@@ -49,7 +49,7 @@ class AdaptiveDraftLength:
         )
 
     def update(self, num_accepted: int, num_drafted: int, num_generated: int) -> None:
-        """Adapt to a draft of which so many tokens were accepted."""
+        """Adapt to a verified draft."""
         length = 2 * num_drafted if num_accepted == num_drafted else num_accepted
         self._length = round_draft_length(length + 1, self.max_tokens)
         self._misses = 0 if num_accepted else self._misses + 1
@@ -65,23 +65,23 @@ class Drafter(Protocol):
         ...
 
     def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
-        """Process a stretch of the prompt."""
+        """Process the prompt's ids from `start` to `stop`."""
         ...
 
     def has_candidate(self, sequence: TokenSequence) -> bool:
-        """Whether `propose` may find a draft; if not, the next pass need not wait for it."""
+        """Whether `propose` may return a draft; if not, the next pass need not wait for it."""
         ...
 
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
-        """Up to so many tokens that may come next, for each sequence."""
+        """For each sequence, at most as many draft tokens as `counts` says."""
         ...
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
-        """The sequence is about to lose its ids from this position on; others may follow there."""
+        """The sequence is about to lose its ids from position `length` on."""
         ...
 
     def release(self, sequence: TokenSequence) -> None:
-        """The sequence is finished, and about to leave its pages to others."""
+        """The sequence is finished; its pages are about to be released."""
         ...
 
 
@@ -109,10 +109,77 @@ class NoDrafter:
         """Nothing to do."""
 
 
+TOKEN_BITS = 32
+"""Bits for each token in the key of an n-gram; ids are smaller than that."""
+
+ABSENT = -1
+
+
+class NgramIndex:
+    """For every n-gram of 1 to `longest` tokens of a sequence, where its latest occurrence ends.
+
+    Appending or removing a token takes one dictionary operation for each n, however long the sequence is.
+    Keys and values are integers, so that Python's garbage collector has no containers to traverse here.
+    """
+
+    def __init__(self, longest: int, ids: Sequence[int] = ()) -> None:
+        """Index `ids`; only tokens that are added later can be removed again."""
+        self.base = len(ids)
+        """The number of leading tokens that cannot be removed; there is no `match` before the next one."""
+        self.length = len(ids)
+        """How many tokens are indexed."""
+        self._ends: list[dict[int, int]] = []
+        """For each n: the end of an n-gram's latest occurrence, by its key."""
+        self._earlier = array("i")
+        """For each token beyond `base` and each n: the end of the previous occurrence of its n-gram."""
+        keys = list(ids)
+        for size in range(1, longest + 1):
+            if size > 1:  # the newest token is in the highest bits
+                keys = [key << TOKEN_BITS | token for key, token in zip(keys[1:], ids, strict=False)]
+            self._ends.append(dict(zip(keys, range(size, len(ids) + 1), strict=False)))
+
+    @property
+    def match(self) -> int | None:
+        """Where the longest n-gram at the sequence's end occurred before: its end; None if none did."""
+        for end in reversed(self._earlier[-len(self._ends) :]):
+            if end != ABSENT:
+                return end
+        return None
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Index the tokens that were appended to the sequence, which is `ids` now."""
+        all_ends, longest, append_earlier = self._ends, len(self._ends), self._earlier.append
+        for end in range(self.length + 1, len(ids) + 1):
+            key, start = 0, end
+            for ends in all_ends if end >= longest else all_ends[:end]:
+                start -= 1
+                key = key << TOKEN_BITS | ids[start]
+                append_earlier(ends.get(key, ABSENT))
+                ends[key] = end
+            if end < longest:  # no n-gram is longer than the sequence
+                self._earlier.extend([ABSENT] * (longest - end))
+        self.length = max(self.length, len(ids))
+
+    def truncate(self, ids: Sequence[int], length: int) -> None:
+        """Remove the tokens of `ids` from position `length` on, all of them beyond `base`."""
+        longest = len(self._ends)
+        for end in range(self.length, length, -1):
+            key, start = 0, end
+            for ends, earlier in zip(self._ends[:end], self._earlier[-longest:], strict=False):
+                start -= 1
+                key = key << TOKEN_BITS | ids[start]
+                if earlier == ABSENT:
+                    del ends[key]
+                else:
+                    ends[key] = earlier
+            del self._earlier[-longest:]
+        self.length = min(self.length, length)
+
+
 class NgramDrafter(NoDrafter):
     """Proposes what followed an earlier occurrence of the sequence's last n-gram.
 
-    The index of a sequence is made when its first draft is wanted, and then follows the sequence.
+    A sequence is indexed when its first draft is requested.
     """
 
     def __init__(self, max_ngram: int = 4) -> None:
@@ -120,14 +187,13 @@ class NgramDrafter(NoDrafter):
         self._indexes: dict[int, NgramIndex] = {}
 
     def has_candidate(self, sequence: TokenSequence) -> bool:
-        """Whether the last ids were there before."""
+        """Whether the last ids occurred before."""
         return self._index(sequence).match is not None
 
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
         """What followed the latest earlier occurrence of the last ids, the longest n-gram first.
 
-        Where that occurrence is near the end, its continuation runs into the draft itself and repeats. So a
-        draft is empty or has the full length.
+        A continuation that reaches the end of the sequence is repeated: a draft is empty or has full length.
         """
         return [
             self._propose_one(s, count) if count else [] for s, count in zip(sequences, counts, strict=True)
@@ -154,9 +220,9 @@ class NgramDrafter(NoDrafter):
         ids = sequence.ids
         index = self._indexes.get(id(sequence))
         if index is None or index.length > len(ids):
-            # Only final ids are never rewound; the last one is read again to find its match.
-            settled = max(0, min(sequence.num_final_tokens, len(ids)) - 1)
-            index = self._indexes[id(sequence)] = NgramIndex(self.max_ngram - 1, ids[:settled])
+            # Only final ids are never rewound; the last one is added by `extend`, to find its match.
+            num_permanent = max(0, min(sequence.num_final_tokens, len(ids)) - 1)
+            index = self._indexes[id(sequence)] = NgramIndex(self.max_ngram - 1, ids[:num_permanent])
         index.extend(ids)
         return index
 
@@ -166,9 +232,7 @@ class ModelDrafter:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self._num_computed_tokens: dict[
-            int, int
-        ] = {}  # sequence → ids whose keys and values the draft model has
+        self._num_computed_tokens: dict[int, int] = {}  # in the draft model's cache, by `id(sequence)`
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Copy the pages of the draft model's cache."""
@@ -213,7 +277,7 @@ class ModelDrafter:
             self._num_computed_tokens[id(sequence)] = length
 
     def release(self, sequence: TokenSequence) -> None:
-        """Compute the tokens since the last draft, so that the pages can be reused; forget the sequence."""
+        """Compute the tokens since the last draft, so that the pages can be reused."""
         self.prefill(
             sequence,
             self._num_computed_tokens.get(id(sequence), sequence.num_computed_tokens),

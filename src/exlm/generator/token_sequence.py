@@ -31,7 +31,7 @@ class TokenSequence:
     """Leading ids that can no longer be rewound; the whole prompt from the start."""
     num_published_pages: int = 0
     """Leading pages that are published under their hash, so that others may share them."""
-    num_copying_tokens: int = 0
+    num_pending_copy_tokens: int = 0
     """Rows of a page copy that is not committed yet."""
     pages: list[int] = field(default_factory=list)
     """The pages of the cache it owns or shares, in order; empty while it waits and after its release."""

@@ -1,13 +1,82 @@
-"""Checks of the arguments of a generator and its calls: prompts, and numbers within their bounds."""
+"""Checks of arguments: unknown names, prompts, and numbers within their bounds.
+
+The archived exllamav2 accepted and ignored any name. Here an unknown argument of a job or a generator is an
+error, and an unknown argument of `generate()` and the other calls of old scripts a warning. An argument that
+only another call has is an error if it would change the text. `generate()`'s own arguments, if given to a
+job, and a job's, if given to the generator, never had an effect there: that is a warning.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 from ..errors import InputError
-from .results import StreamingResult
+from ..sampling import Settings
+
+REPLACEMENTS = {
+    "loras": "use set_loras(), or the loras of a job",
+    "input_ids": "use a Job, which takes ids",
+    "input_embeddings": "use embeddings",
+    "input_mask": "prompts of one call need no padding, leave it out",
+    "position_offsets": "prompts of one call need no padding, leave it out",
+    "stop_token": "use stop_conditions",
+    "num_tokens": "use max_new_tokens",
+}
+"""Arguments that other calls have, and what to do instead."""
+
+GENERATE_ARGUMENTS = frozenset(
+    ("prompt", "add_bos", "encode_special_tokens", "completion_only", "abort_event", "return_last_results")
+)
+"""Arguments that only `generate()` has."""
+
+SETTINGS_FIELDS = frozenset(field.name for field in dataclasses.fields(Settings))
+
+
+def argument_names(call: Callable[..., Any]) -> list[str]:
+    """The names of a call's own arguments."""
+    parameters = inspect.signature(call).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+def reject_unknown(
+    call: str, given: Mapping[str, Any], known: Collection[str], others: Collection[str], other_call: str
+) -> None:
+    """Raise InputError for the first unknown argument; a UserWarning for `others`, which `other_call` has."""
+    for name in _unknown_names(call, given, known):
+        if name not in others:
+            raise InputError(f"{call} has no argument {name!r}. {_hint(name, known)}")
+        message = f"{call} has no argument {name!r} and goes on without it: {other_call} takes it."
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def drop_unknown(call: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The arguments that the call has; a UserWarning at the caller's line for each unknown one."""
+    for name in _unknown_names(call, given, known):
+        message = f"{call} has no argument {name!r} and goes on without it. {_hint(name, known)}"
+        warnings.warn(message, UserWarning, stacklevel=3)
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _unknown_names(call: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """The unknown names; InputError for one of `REPLACEMENTS`, unless its value is None."""
+    unknown = [name for name in given if name not in known]
+    for name in unknown:
+        if name in REPLACEMENTS and given[name] is not None:
+            raise InputError(f"{call} takes no {name}: {REPLACEMENTS[name]}.")
+    return [name for name in unknown if name not in REPLACEMENTS]
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    if name in SETTINGS_FIELDS:
+        return f"Set it in gen_settings: Settings({name}=…)."
+    similar = difflib.get_close_matches(name, known, 1)
+    return f"Did you mean {similar[0]!r}?" if similar else "Leave it out."
 
 
 def prompt_list(prompt: Any) -> list[Any]:
@@ -27,12 +96,6 @@ def prompt_texts(prompt: Any) -> list[str]:
     return found
 
 
-def completion_text(prompt: Any, result: StreamingResult, completion_only: bool) -> str:
-    """The text of a finished job, after its prompt unless only the completion is wanted."""
-    prompt_text: str = prompt[0] if isinstance(prompt, tuple) else prompt
-    return result["full_completion"] if completion_only else prompt_text + result["full_completion"]
-
-
 def one_per_prompt(values: Any, count: int, name: str) -> list[Any]:
     """One value for each prompt; None for all if there are none."""
     if values is None:
@@ -44,7 +107,7 @@ def one_per_prompt(values: Any, count: int, name: str) -> list[Any]:
 
 
 def check_components(model: Any, cache: Any) -> None:
-    """Refuse a model or cache of a wrong type, such as two in the wrong order."""
+    """Refuse a model or cache of a wrong type, as when they are in the wrong order."""
     for name, part, kind, attribute in (
         ("model", model, "Model", "runner"),
         ("cache", cache, "Cache", "batch_size"),
@@ -64,7 +127,7 @@ def at_least(name: str, value: int, least: int) -> int:
 
 
 def resolve_num_draft_tokens(requested: int | None, default: int, max_q_size: int) -> int:
-    """How many tokens to draft; they and the one before them are a sequence's rows in a pass."""
+    """How many tokens to draft; a pass processes them and the token before them."""
     count = default if requested is None else requested
     if at_least("num_draft_tokens", count, 1) >= max_q_size:
         raise InputError(
@@ -75,7 +138,7 @@ def resolve_num_draft_tokens(requested: int | None, default: int, max_q_size: in
 
 
 def resolve_max_seq_len(requested: int | None, limit: int) -> int:
-    """How long a sequence may become."""
+    """The longest a sequence may become."""
     length = at_least("max_seq_len", requested or limit, 1)
     if length > limit:
         raise InputError(f"Model initialized with max seq len {limit}, requested seq len is {requested}.")
@@ -83,7 +146,7 @@ def resolve_max_seq_len(requested: int | None, limit: int) -> int:
 
 
 def resolve_chunk_size(requested: int | None, limit: int, page_size: int, paged: bool) -> int:
-    """How much of a prompt a step prefills: whole pages, unless sequences run one at a time."""
+    """How many prompt tokens a step prefills: full pages, unless sequences run one at a time."""
     if requested is None:
         return max(page_size, limit // page_size * page_size)
     count = at_least("max_chunk_size", requested, 1)
@@ -96,7 +159,7 @@ def resolve_chunk_size(requested: int | None, limit: int, page_size: int, paged:
 
 
 def cache_tokens(cache: Any) -> int:
-    """How many tokens fit into a cache, in whole pages."""
+    """How many tokens fit into a cache, in full pages."""
     if cache.batch_size != 1:
         raise InputError(f"Generator requires a cache with batch_size = 1, found {cache.batch_size}.")
     if cache.max_seq_len % cache.page_size:

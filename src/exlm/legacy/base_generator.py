@@ -179,7 +179,7 @@ class BaseGenerator:
     def _claim_cache(self) -> None:
         """Free all pages of the cache for new jobs: other callers may have written to it."""
         self._engine.clear()
-        self._engine.page_table.clear()
+        self._engine.page_table.clear_prefix_cache()
         self.cache.current_seq_len = 0
 
     def _stop_token_list(self, token: int | None) -> list[int]:

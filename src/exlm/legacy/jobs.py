@@ -16,10 +16,10 @@ from ..sampling import SamplingRequest, Settings
 class LegacyJob(Job):
     """A job whose filters apply to the healed token as well: the text it adds to the prompt must match."""
 
-    def prepare(self, serial: int, texts: TokenizerLike, vocab: int) -> None:
+    def bind(self, serial: int, texts: TokenizerLike, vocab: int) -> None:
         """Prepare the job and its sampling state, which these generators change afterwards."""
-        super().prepare(serial, texts, vocab)
-        self.begin()
+        super().bind(serial, texts, vocab)
+        self.init_sampling()
 
     def next_sampling_request(self) -> SamplingRequest:
         """The request for the next token; filters restrict a healed token."""
@@ -41,9 +41,9 @@ class StreamJob(LegacyJob):
 
     banned_next: frozenset[int] = frozenset()
 
-    def prepare(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
+    def bind(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
         """Prepare the job; its tokens are never sampled ahead, because each call may ban some."""
-        super().prepare(serial, tokenizer, vocab_size)
+        super().bind(serial, tokenizer, vocab_size)
         self.is_simple = False
 
     def set_token_details(self, probs: bool, top: int, logits: bool) -> None:

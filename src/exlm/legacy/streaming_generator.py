@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..generator import Job
-from ..generator.call_arguments import argument_names, drop_unknown
 from ..generator.generator import CACHE_OVERWRITTEN, DRAFT_SHARES_CACHE
 from ..generator.job import split_stop_conditions
+from ..generator.validation import argument_names, drop_unknown
 from ..kvcache import Cache, CacheBase
 from ..model import Model
 from ..sampling import Settings
@@ -287,7 +287,7 @@ class StreamingGenerator(BaseGenerator):
         self._engine.clear()
         self._job = None
         if self.cache.last_writer is not self._runner.runner:  # another caller has written to it
-            self._engine.page_table.clear()
+            self._engine.page_table.clear_prefix_cache()
             self.cache.last_writer = self._runner.runner
         self._runner.draft = self._select_draft()
         self._engine.enqueue(job)
@@ -295,7 +295,7 @@ class StreamingGenerator(BaseGenerator):
         self._sequence_rows = [sequence.ids for sequence in job.sequences]
         first = job.sequences[0]
         while not self._aborted:
-            for result in self._engine.admit_and_prefill():
+            for result in self._engine.step(decode=False):
                 _raise_error(result)
             self.cache.current_seq_len = first.num_computed_tokens
             if all(sequence.prefill_done for sequence in job.sequences):

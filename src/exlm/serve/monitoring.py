@@ -122,7 +122,7 @@ def _model_state(model: LoadedModel) -> dict[str, Any]:
             "size": generator.page_size,
             "total": generator.max_pages,
             "free": generator.pages.num_free_pages,
-            "rows": [generator.pages.num_valid_rows(page) for page in range(generator.max_pages)],
+            "rows": [generator.pages.num_cached_tokens(page) for page in range(generator.max_pages)],
             "users": [users[page] for page in range(generator.max_pages)],
         },
         "batch": [_job_state(job) for job in active],
