@@ -69,7 +69,7 @@ def write(folder: Path, name: str, bits: float) -> Path:
     """Write a model of a named shape, unless it exists."""
     from exlm.bench.shapes import SHAPES
     from exlm.bench.synthetic import Exl2, write_model_folder
-    from exlm.checkpoint import save
+    from exlm.checkpoint import save_sharded
 
     said = {"shape": name, "bits": bits}
     done = folder / DONE
@@ -78,7 +78,7 @@ def write(folder: Path, name: str, bits: float) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
     shape, form = SHAPES[name], Exl2(bits)
-    save(folder, _tensors(shape, form), shard_bytes=SHARD, overwrite=True)
+    save_sharded(folder, _tensors(shape, form), shard_bytes=SHARD, overwrite=True)
     write_model_folder(folder, shape, shape.positions)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "exl2", "head_bits": form.head_bits}
@@ -155,7 +155,7 @@ def first_token(folder: Path, device: str, start: float, profile: bool) -> dict[
 
 def _tallied(model: Any) -> Tally:
     """Count the time that loading spends reading weights and repacking them for kernels."""
-    from exlm.checkpoint.safetensors_folder import SafetensorsFolder
+    from exlm.checkpoint.safetensors_files import SafetensorsFolder
     from exlm.formats import PackedWeight
     from exlm.kernels.dispatch import BackendList
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exlm.bench.shapes import SHAPES, Shape
 from exlm.bench.synthetic import Dense, Exl2, RandomTensors, SyntheticFormat
-from exlm.checkpoint import save
+from exlm.checkpoint import save_sharded
 from exlm.formats import DenseWeight, PackedWeight, Weight, exl2
 
 SHARD = 512 * 2**20
@@ -42,7 +42,7 @@ def _write(folder: Path, shape: Shape, form: Exl2 | Dense, seed: int) -> Path:
         return folder
     done.unlink(missing_ok=True)
     random = RandomTensors(seed, torch.device("cpu"))
-    save(folder, _tensors(shape, form, random), shard_bytes=SHARD, overwrite=True)
+    save_sharded(folder, _tensors(shape, form, random), shard_bytes=SHARD, overwrite=True)
     config = shape.config()
     if isinstance(form, Exl2):
         config["quantization_config"] = {"quant_method": "exl2", "head_bits": form.head_bits}

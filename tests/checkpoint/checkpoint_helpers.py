@@ -33,7 +33,7 @@ def read_weight(
     dtype: torch.dtype = torch.float32,
     fallback: str | None = None,
 ) -> DenseWeight:
-    """A matrix on the CPU, float32 unless told."""
+    """A matrix on the CPU, float32 unless `dtype` is given."""
     weight: Weight = checkpoint.weight(role, k, n, bias=bias, dtype=dtype, device=CPU, fallback=fallback)
     assert isinstance(weight, DenseWeight)
     return weight
@@ -42,6 +42,6 @@ def read_weight(
 def read_tensor(
     checkpoint: SafetensorsCheckpoint, role: str, *shapes: tuple[int, ...], **more: object
 ) -> torch.Tensor:
-    """A tensor of one of these shapes on the CPU, float32 unless told."""
+    """A tensor of one of these shapes on the CPU, float32 unless `dtype` is given."""
     shape = shapes if len(shapes) > 1 else shapes[0]
     return checkpoint.tensor(role, shape, **{"dtype": torch.float32, "device": CPU, **more})  # type: ignore[arg-type]

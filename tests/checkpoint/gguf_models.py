@@ -16,7 +16,7 @@ from exlm.families.gguf import config_from_metadata
 from exlm.spec.weight_roles import matrices
 from tests.checkpoint.gguf_bytes import write_gguf
 
-NAMES = {
+LAYER_TENSORS = {
     "attn.q": "attn_q",
     "attn.k": "attn_k",
     "attn.v": "attn_v",
@@ -32,7 +32,7 @@ NAMES = {
     "mlp.down": "ffn_down",
     "mlp.router": "ffn_gate_inp",
 }
-OUTER = {"embed": "token_embd", "final_norm": "output_norm", "head": "output"}
+MODEL_TENSORS = {"embed": "token_embd", "final_norm": "output_norm", "head": "output"}
 
 COMMON: dict[str, Any] = {
     "block_count": 2,
@@ -99,8 +99,8 @@ def converted_tensors(
     for role, tensor in roles.items():
         role, _, suffix = role.partition(":")
         suffix = suffix or "weight"
-        if role in OUTER:
-            name, part = OUTER[role], role
+        if role in MODEL_TENSORS:
+            name, part = MODEL_TENSORS[role], role
         else:
             _, layer, part = role.split(".", 2)
             if part.startswith("mlp.experts."):
@@ -110,7 +110,7 @@ def converted_tensors(
                 else:
                     out[f"blk.{layer}.ffn_{part}.{expert}.weight"] = tensor
                 continue
-            name = f"blk.{layer}.{NAMES[part]}"
+            name = f"blk.{layer}.{LAYER_TENSORS[part]}"
         if arch == "llama" and part in ("attn.q", "attn.k"):
             d = model.layers[0].attn.head_dim
             tensor = tensor.reshape(-1, 2, d // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
@@ -135,14 +135,13 @@ def fuse_projections(tensors: dict[str, Tensor], model: spec.Model) -> dict[str,
 
 
 def write_model(
-    path: Path, variant: str, *, kind: str | None = None, stack: bool = True, leave: tuple[str, ...] = ()
+    path: Path, variant: str, *, kind: str | None = None, stack: bool = True, leave_out: tuple[str, ...] = ()
 ) -> tuple[spec.Model, dict[str, Tensor]]:
     """A file of a tiny model, and the tensors it holds by role; matrices quantised if `kind` says how."""
     model, (arch, _) = model_spec(variant), VARIANTS[variant]
     roles = random_tensors(model)
-    tensors = {
-        name: t for name, t in converted_tensors(model, arch, roles, stack=stack).items() if name not in leave
-    }
+    tensors = converted_tensors(model, arch, roles, stack=stack)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in leave_out}
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     kinds = {}
     for name, tensor in tensors.items():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from exlm.checkpoint import gguf_header
+from exlm.checkpoint import gguf_file
 from exlm.checkpoint.gguf_file import GgufFile
 from exlm.errors import BadFile, BadTensor, CheckpointError, MissingTensor, ModelNotFound
 from tests.checkpoint.gguf_bytes import (
@@ -53,43 +53,43 @@ def tensors() -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def valid_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     return write_gguf(path, "llama", tensors(), METADATA, {"blk.0.ffn_up.weight": Q8})
 
 
-def test_reads_what_the_gguf_package_reads(good: Path) -> None:
-    ours, theirs = GgufFile(good), gguf.GGUFReader(good)
-    fields = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
-    assert {name: field.contents() for name, field in fields.items()} == dict(ours.metadata)
-    assert type(ours.metadata["llama.flag"]) is bool
-    assert type(ours.metadata["llama.block_count"]) is int
-    assert set(ours.tensors) == {tensor.name for tensor in theirs.tensors}
-    for tensor in theirs.tensors:
-        entry = ours.tensors[tensor.name]
+def test_reads_what_the_gguf_package_reads(valid_file: Path) -> None:
+    file, by_gguf_package = GgufFile(valid_file), gguf.GGUFReader(valid_file)
+    fields = {name: field for name, field in by_gguf_package.fields.items() if not name.startswith("GGUF.")}
+    assert {name: field.contents() for name, field in fields.items()} == dict(file.metadata)
+    assert type(file.metadata["llama.flag"]) is bool
+    assert type(file.metadata["llama.block_count"]) is int
+    assert set(file.tensors) == {tensor.name for tensor in by_gguf_package.tensors}
+    for tensor in by_gguf_package.tensors:
+        entry = file.tensors[tensor.name]
         assert (entry.type_name, entry.nbytes) == (tensor.tensor_type.name, tensor.n_bytes)
         assert entry.shape == tuple(reversed(tensor.shape.tolist()))
-        assert ours.read(tensor.name).numpy().tobytes() == tensor.data.tobytes()
-    assert ours.total_bytes == sum(tensor.n_bytes for tensor in theirs.tensors)
+        assert file.view(tensor.name).numpy().tobytes() == tensor.data.tobytes()
+    assert file.total_bytes == sum(tensor.n_bytes for tensor in by_gguf_package.tensors)
 
 
-def test_rows_are_runs_of_the_innermost_size(good: Path) -> None:
-    file, stored = GgufFile(good), tensors()
-    raw = file.read_rows("blk.0.ffn_gate_exps.weight", 3, 5)
+def test_rows_are_runs_of_the_innermost_size(valid_file: Path) -> None:
+    file, stored = GgufFile(valid_file), tensors()
+    raw = file.view_rows("blk.0.ffn_gate_exps.weight", 3, 5)
     expected = torch.from_numpy(stored["blk.0.ffn_gate_exps.weight"]).view(6, 8)[3:5]
     assert torch.equal(raw.view(torch.float32), expected)
-    assert file.read_rows("blk.0.ffn_up.weight", 1, 3).shape == (2, 68)
-    assert file.read_rows("blk.0.ffn_up.weight", 2, 2).shape == (0, 68)
+    assert file.view_rows("blk.0.ffn_up.weight", 1, 3).shape == (2, 68)
+    assert file.view_rows("blk.0.ffn_up.weight", 2, 2).shape == (0, 68)
     with pytest.raises(BadTensor, match="at least 6 rows, found 5"):
-        file.read_rows("blk.0.ffn_up.weight", 1, 6)
+        file.view_rows("blk.0.ffn_up.weight", 1, 6)
     with pytest.raises(MissingTensor, match=r"'nothing'"):
-        file.read("nothing")
+        file.view("nothing")
 
 
 def test_released_pages_are_read_again(tmp_path: Path) -> None:
     values = np.arange(300_000, dtype=np.float32).reshape(3, -1)
     file = GgufFile(write_gguf(tmp_path / "big.gguf", "llama", {"x": values}))
-    view = file.read("x")
+    view = file.view("x")
     file.release("x")
     assert torch.equal(view.view(torch.float32), torch.from_numpy(values))
 
@@ -97,31 +97,31 @@ def test_released_pages_are_read_again(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_is_not_touched_again(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", {"x": np.arange(8, dtype=np.float32)})
     file = GgufFile(path)
-    file.read("x")
+    file.view("x")
     with path.open("r+b") as opened:
         opened.truncate(4)
     with pytest.raises(BadFile, match="as when its header was read, found 4"):
-        file.read("x")
+        file.view("x")
 
 
 def test_a_closed_file_is_mapped_again_unless_it_changed(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", {"x": np.arange(8, dtype=np.float32)})
     file = GgufFile(path)
-    view = file.read("x")
+    view = file.view("x")
     file.close()
     file.release("x")
-    assert torch.equal(file.read("x"), view)
+    assert torch.equal(file.view("x"), view)
     file.close()
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(BadFile, match="as when its header was read"):
-        file.read("x")
+        file.view("x")
 
 
 def test_the_header_of_an_open_file_is_not_parsed_again(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", {"x": np.arange(8, dtype=np.float32)}, METADATA)
     first, second = GgufFile(path), GgufFile(path)
     assert all(second.metadata[key] is value for key, value in first.metadata.items())
-    assert torch.equal(first.read("x"), second.read("x"))
+    assert torch.equal(first.view("x"), second.view("x"))
     time = path.stat().st_mtime_ns
     write_gguf(path, "llama", {"y": np.arange(16, dtype=np.float32)})
     os.utime(path, ns=(time, time))
@@ -147,7 +147,7 @@ def test_alignment_comes_from_the_header(tmp_path: Path) -> None:
     data = struct.pack("<8f", *range(8))
     keys = [metadata_bytes("general.alignment", "u32", 64)]
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(keys, [tensor_info_bytes()], data, alignment=64))
-    assert GgufFile(tmp_path / "m.gguf").read("x").view(torch.float32).tolist() == [list(range(8))]
+    assert GgufFile(tmp_path / "m.gguf").view("x").view(torch.float32).tolist() == [list(range(8))]
 
 
 def test_arrays_in_arrays(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_arrays_in_arrays(tmp_path: Path) -> None:
 F8 = bytes(32)
 DEEP = b"".join(struct.pack("<IQ", 9, 1) for _ in range(40))
 
-LIES = {
+DAMAGED_FILES = {
     "not a gguf file": (gguf_bytes(magic=b"GGML"), "begins with b'GGUF', found b'GGML'"),
     "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
     "version 1": (gguf_bytes(version=1), "version 2 or 3, found 1"),
@@ -234,9 +234,9 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_refuses(lie: str, tmp_path: Path) -> None:
-    content, complaint = LIES[lie]
+@pytest.mark.parametrize("damage", DAMAGED_FILES)
+def test_refuses(damage: str, tmp_path: Path) -> None:
+    content, complaint = DAMAGED_FILES[damage]
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(BadFile, match=complaint) as caught:
@@ -252,36 +252,36 @@ def test_refuses_missing_files_and_folders(tmp_path: Path) -> None:
 
 
 def test_arrays_together_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_header, "MAX_ITEMS", 10)
+    monkeypatch.setattr(gguf_file, "MAX_ITEMS", 10)
     keys = [metadata_bytes(name, "array", struct.pack("<IQ", 0, 6) + bytes(6)) for name in "ab"]
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(keys))
     with pytest.raises(BadFile, match="at most 4 values, found 6"):
         GgufFile(tmp_path / "m.gguf")
 
 
-def _survives(path: Path) -> bool:
+def _reads_or_refuses(path: Path) -> bool:
     """Whether a file reads; one that does not must be refused as damaged."""
     try:
         file = GgufFile(path)
         for name, entry in file.tensors.items():
-            assert file.read(name).sum().item() >= 0
-            assert file.read(name).nbytes == entry.nbytes
+            assert file.view(name).sum().item() >= 0
+            assert file.view(name).nbytes == entry.nbytes
         file.rope_factors()
     except CheckpointError:
         return False
     return True
 
 
-def test_a_file_cut_anywhere_is_refused(good: Path, tmp_path: Path) -> None:
-    content = good.read_bytes()
+def test_a_file_cut_anywhere_is_refused(valid_file: Path, tmp_path: Path) -> None:
+    content = valid_file.read_bytes()
     path = tmp_path / "cut.gguf"
-    last = max(entry.offset + entry.nbytes for entry in GgufFile(good).tensors.values())
+    last = max(entry.offset + entry.nbytes for entry in GgufFile(valid_file).tensors.values())
     for size in sorted({*range(0, len(content), 7), last - 1, last, len(content)}):
         path.write_bytes(content[:size])
-        assert _survives(path) == (size >= last), size
+        assert _reads_or_refuses(path) == (size >= last), size
 
 
-def _mutated(content: bytes, source: random.Random, header: int) -> bytes:
+def _mutate(content: bytes, source: random.Random, header: int) -> bytes:
     """A file with random changes, mostly in its header: bits, numbers, lengths, runs of bytes."""
     data = bytearray(content)
     for _ in range(source.choice((1, 1, 1, 2, 5))):
@@ -301,16 +301,16 @@ def _mutated(content: bytes, source: random.Random, header: int) -> bytes:
     return bytes(data)
 
 
-def test_mutations_read_or_are_refused(good: Path, tmp_path: Path) -> None:
-    content, source = good.read_bytes(), random.Random(11)
-    header = min(entry.offset for entry in GgufFile(good).tensors.values())
+def test_mutations_read_or_are_refused(valid_file: Path, tmp_path: Path) -> None:
+    content, source = valid_file.read_bytes(), random.Random(11)
+    header = min(entry.offset for entry in GgufFile(valid_file).tensors.values())
     path = tmp_path / "mutated.gguf"
     read = 0
     tracemalloc.start()
     for _ in range(500):
-        path.write_bytes(_mutated(content, source, header))
+        path.write_bytes(_mutate(content, source, header))
         started = time.perf_counter()
-        read += _survives(path)
+        read += _reads_or_refuses(path)
         assert time.perf_counter() - started < 5
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -331,9 +331,9 @@ def split(tmp_path: Path) -> list[Path]:
     return sorted(tmp_path.glob("model-*.gguf"))
 
 
-def test_a_split_model_reads_from_any_of_its_files(split: list[Path], good: Path) -> None:
+def test_a_split_model_reads_from_any_of_its_files(split: list[Path], valid_file: Path) -> None:
     assert [path.name for path in split] == [f"model-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
-    one = GgufFile(good)
+    one = GgufFile(valid_file)
     for path in split:
         file = GgufFile(path)
         assert file.paths == tuple(split)
@@ -341,7 +341,7 @@ def test_a_split_model_reads_from_any_of_its_files(split: list[Path], good: Path
             name: entry.shape for name, entry in one.tensors.items()
         }
         for name in one.tensors:
-            assert torch.equal(file.read(name), one.read(name))
+            assert torch.equal(file.view(name), one.view(name))
         assert file.metadata["tokenizer.ggml.tokens"] == METADATA["tokenizer.ggml.tokens"]
 
 

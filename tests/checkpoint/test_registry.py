@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exlm.checkpoint import reader
+from exlm.checkpoint import safetensors_checkpoint
 from exlm.errors import BadTensor, Unsupported
 from exlm.formats import PackedWeight, PlainScales, Segment
 from exlm.formats.bits import pack
@@ -51,7 +51,7 @@ def int8_tensors(outputs: int, inputs: int) -> dict[str, Tensor]:
 
 
 def test_a_new_format_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "FORMATS", (INT8, *FORMATS))
+    monkeypatch.setattr(safetensors_checkpoint, "FORMATS", (INT8, *FORMATS))
     tensors = int8_tensors(2, 4)
     bias = torch.randn(2)
     checkpoint = open_checkpoint(tmp_path, {**tensors, f"{Q}.bias": bias})
@@ -74,7 +74,7 @@ def test_without_the_entry_it_is_not_found(tmp_path: Path) -> None:
 def test_a_format_without_a_reader_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "FORMATS", (MatrixFormat("INT8", "codes"), *FORMATS))
+    monkeypatch.setattr(safetensors_checkpoint, "FORMATS", (MatrixFormat("INT8", "codes"), *FORMATS))
     checkpoint = open_checkpoint(tmp_path, int8_tensors(2, 4))
     assert checkpoint.describe("layers.0.attn.q")[0] == "INT8"
     with pytest.raises(

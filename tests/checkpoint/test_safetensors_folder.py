@@ -49,11 +49,11 @@ def test_written_tensors_are_read(
             tuple(tensor.shape),
             tensor.nbytes,
         )
-        assert same_bits(files.read(name), tensor)
+        assert same_bits(files.view(name), tensor)
         if tensor.dim():
             for start in range(len(tensor) + 1):
                 for stop in range(start, len(tensor) + 1):
-                    assert same_bits(files.read_rows(name, start, stop), tensor[start:stop])
+                    assert same_bits(files.view_rows(name, start, stop), tensor[start:stop])
 
 
 def test_files_of_the_library_are_read(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     assert sorted(files.names()) == ["a", "b", "c"]
     assert files.total_bytes == A.nbytes + B.nbytes + A.bfloat16().nbytes
     assert all(
-        same_bits(files.read(name), tensor) for name, tensor in (("a", A), ("b", B), ("c", A.bfloat16()))
+        same_bits(files.view(name), tensor) for name, tensor in (("a", A), ("b", B), ("c", A.bfloat16()))
     )
     assert "a" in files
     assert "d" not in files
@@ -84,17 +84,17 @@ def test_names_come_from_every_file(tmp_path: Path) -> None:
 
 def test_writing_to_a_view_leaves_the_file_alone(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"a": A})
-    SafetensorsFolder(tmp_path).read("a").zero_()
-    assert same_bits(SafetensorsFolder(tmp_path).read("a"), A)
+    SafetensorsFolder(tmp_path).view("a").zero_()
+    assert same_bits(SafetensorsFolder(tmp_path).view("a"), A)
 
 
 def test_a_view_outlives_the_files(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"a": A})
     files = SafetensorsFolder(tmp_path)
-    view = files.read("a")
+    view = files.view("a")
     files.close()
     assert same_bits(view, A)
-    assert same_bits(files.read("a"), A)
+    assert same_bits(files.view("a"), A)
 
 
 def test_released_memory_is_read_again(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_released_memory_is_read_again(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"small": A, "big": big, "next": B})
     files = SafetensorsFolder(tmp_path)
     files.release("big")
-    view, neighbour = files.read("big"), files.read("next")
+    view, neighbour = files.view("big"), files.view("next")
     neighbour.add_(1)
     files.release("big", 5, 2000)
     files.release("big")
@@ -121,7 +121,7 @@ def test_many_threads_read_at_once(tmp_path: Path) -> None:
     def work() -> None:
         for _ in range(20):
             for name, tensor in tensors.items():
-                if not torch.equal(files.read(name), tensor):
+                if not torch.equal(files.view(name), tensor):
                     wrong.append(name)
                 files.release(name)
 
@@ -137,7 +137,7 @@ def test_many_threads_read_at_once(tmp_path: Path) -> None:
 def test_rows_beyond_the_tensor_are_refused(tmp_path: Path, rows: tuple[int, int]) -> None:
     files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
     with pytest.raises(BadTensor, match=r"tensor 'a'.*\[3, 4\]"):
-        files.read_rows("a", *rows)
+        files.view_rows("a", *rows)
 
 
 def test_a_file_that_shrank_since_is_not_mapped(tmp_path: Path) -> None:
@@ -145,33 +145,33 @@ def test_a_file_that_shrank_since_is_not_mapped(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(BadFile, match="when its header was read"):
-        files.read("a")
+        files.view("a")
 
 
 def test_a_mapped_file_that_shrinks_is_not_touched_again(tmp_path: Path) -> None:
     """The file is downloaded again while the model loads; touching a truncated page would end the process."""
     files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
-    files.read("a")
+    files.view("a")
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(4)
     with pytest.raises(BadFile, match="when its header was read, found 4"):
-        files.read("a")
+        files.view("a")
 
 
 def test_a_file_that_was_deleted_is_refused(tmp_path: Path) -> None:
     files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(BadFile, match=r"model\.safetensors"):
-        files.read("a")
+        files.view("a")
 
 
 def test_a_stale_index_is_ignored(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"a": A, "b": B}, "output.safetensors")
     write_index(tmp_path, {"a": "model-00001-of-00002.safetensors", "z": "model-00002-of-00002.safetensors"})
     files = SafetensorsFolder(tmp_path)
-    assert same_bits(files.read("a"), A)
+    assert same_bits(files.view("a"), A)
     with pytest.raises(MissingTensor, match=r"'z'.*model-00002-of-00002\.safetensors.*not in the folder"):
-        files.read("z")
+        files.view("z")
 
 
 @pytest.mark.parametrize("size", [b"24.0", b"1.4e+10", b"NaN"])
@@ -179,7 +179,7 @@ def test_the_total_size_of_an_index_is_ignored(tmp_path: Path, size: bytes) -> N
     write_safetensors(tmp_path, {"a": A})
     content = b'{"metadata": {"total_size": %s}, "weight_map": {"a": "model.safetensors"}}' % size
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
-    assert same_bits(SafetensorsFolder(tmp_path).read("a"), A)
+    assert same_bits(SafetensorsFolder(tmp_path).view("a"), A)
 
 
 def test_an_index_that_names_a_file_without_the_tensor(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_index_chooses_between_two_files(tmp_path: Path, chosen: str, add: i
     write_safetensors(tmp_path, {"a": A}, "model.safetensors")
     write_safetensors(tmp_path, {"a": A + 1}, "model.fp16.safetensors")
     write_index(tmp_path, {"a": chosen})
-    assert same_bits(SafetensorsFolder(tmp_path).read("a"), A + add)
+    assert same_bits(SafetensorsFolder(tmp_path).view("a"), A + add)
 
 
 @pytest.mark.parametrize(
@@ -335,8 +335,8 @@ def test_a_header_of_odd_length_is_read(tmp_path: Path) -> None:
     data = torch.randn(2, 3)
     (tmp_path / "model.safetensors").write_bytes(file_bytes(header, data.numpy().tobytes()))
     files = SafetensorsFolder(tmp_path)
-    assert same_bits(files.read("a"), data)
-    assert same_bits(files.read_rows("a", 1, 2), data[1:])
+    assert same_bits(files.view("a"), data)
+    assert same_bits(files.view_rows("a", 1, 2), data[1:])
 
 
 def test_a_tensor_of_an_unknown_type_has_info(tmp_path: Path) -> None:

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from exlm.checkpoint import SafetensorsCheckpoint, SafetensorsFolder
-from exlm.checkpoint.safetensors_header import MAX_HEADER, read_header
+from exlm.checkpoint.safetensors_files import MAX_HEADER, read_header
 from exlm.errors import BadFile, CheckpointError
 from exlm.spec.tensor_names import TensorNames
 from tests.checkpoint.safetensors_bytes import file_bytes, header_entry, safetensors_bytes, same_bits
 
-E = header_entry()
-TWO = 48 * b"\0"
-ONE = 24 * b"\0"
+ENTRY = header_entry()
+DATA_2 = 48 * b"\0"
+DATA = 24 * b"\0"
 POINTER = (
     b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 )
 
-BAD = {
+BAD_FILES = {
     "empty file": (b"", "found 0 bytes"),
     "seven bytes": (b"\1\0\0\0\0\0\0", "found 7 bytes"),
     "length only": (bytes(8), "JSON"),
@@ -51,33 +51,38 @@ BAD = {
     "deep objects": (file_bytes(b'{"a":' * 100_000), "JSON"),
     "endless number": (file_bytes(b'{"a": ' + b"9" * 1_000_000 + b"}"), "JSON"),
     "key twice": (
-        file_bytes(b'{"a": %s, "a": %s}' % ((json.dumps(E).encode(),) * 2), ONE),
+        file_bytes(b'{"a": %s, "a": %s}' % ((json.dumps(ENTRY).encode(),) * 2), DATA),
         "'a' is there twice",
     ),
     "field twice": (
-        file_bytes(b'{"a": {"dtype": "F32", "dtype": "I32", "shape": [2, 3], "data_offsets": [0, 24]}}', ONE),
+        file_bytes(
+            b'{"a": {"dtype": "F32", "dtype": "I32", "shape": [2, 3], "data_offsets": [0, 24]}}', DATA
+        ),
         "'dtype' is there twice",
     ),
-    "metadata is a list": (file_bytes({"__metadata__": [], "a": E}, ONE), "__metadata__"),
-    "metadata holds a number": (file_bytes({"__metadata__": {"format": 1}, "a": E}, ONE), "__metadata__"),
+    "metadata is a list": (file_bytes({"__metadata__": [], "a": ENTRY}, DATA), "__metadata__"),
+    "metadata holds a number": (
+        file_bytes({"__metadata__": {"format": 1}, "a": ENTRY}, DATA),
+        "__metadata__",
+    ),
     "entry is null": (file_bytes({"a": None}), "'a'"),
-    "entry is a list": (file_bytes({"a": ["F32", [2, 3], [0, 24]]}, ONE), "'a'"),
-    "no dtype": (file_bytes({"a": {"shape": [2, 3], "data_offsets": [0, 24]}}, ONE), "'a'"),
-    "no shape": (file_bytes({"a": {"dtype": "F32", "data_offsets": [0, 24]}}, ONE), "'a'"),
-    "no offsets": (file_bytes({"a": {"dtype": "F32", "shape": [2, 3]}}, ONE), "'a'"),
-    "dtype is a number": (file_bytes({"a": header_entry(32)}, ONE), "found 32"),
-    "dtype is null": (file_bytes({"a": header_entry(None)}, ONE), "found None"),
-    "shape is a number": (file_bytes({"a": header_entry(shape=6)}, ONE), "found 6"),
-    "shape is a string": (file_bytes({"a": header_entry(shape="23")}, ONE), "found '23'"),
-    "shape holds a string": (file_bytes({"a": header_entry(shape=["2", 3])}, ONE), "shape"),
-    "shape holds true": (file_bytes({"a": header_entry(shape=[True, 6])}, ONE), "shape"),
-    "shape holds a fraction": (file_bytes({"a": header_entry(shape=[2.0, 3])}, ONE), "whole number"),
-    "shape holds null": (file_bytes({"a": header_entry(shape=[None, 3])}, ONE), "shape"),
-    "shape holds a list": (file_bytes({"a": header_entry(shape=[[2], 3])}, ONE), "shape"),
-    "negative sizes": (file_bytes({"a": header_entry(shape=[-2, -3])}, ONE), "[-2, -3]"),
-    "huge size": (file_bytes({"a": header_entry(shape=[2**64])}, ONE), "shape"),
+    "entry is a list": (file_bytes({"a": ["F32", [2, 3], [0, 24]]}, DATA), "'a'"),
+    "no dtype": (file_bytes({"a": {"shape": [2, 3], "data_offsets": [0, 24]}}, DATA), "'a'"),
+    "no shape": (file_bytes({"a": {"dtype": "F32", "data_offsets": [0, 24]}}, DATA), "'a'"),
+    "no offsets": (file_bytes({"a": {"dtype": "F32", "shape": [2, 3]}}, DATA), "'a'"),
+    "dtype is a number": (file_bytes({"a": header_entry(32)}, DATA), "found 32"),
+    "dtype is null": (file_bytes({"a": header_entry(None)}, DATA), "found None"),
+    "shape is a number": (file_bytes({"a": header_entry(shape=6)}, DATA), "found 6"),
+    "shape is a string": (file_bytes({"a": header_entry(shape="23")}, DATA), "found '23'"),
+    "shape holds a string": (file_bytes({"a": header_entry(shape=["2", 3])}, DATA), "shape"),
+    "shape holds true": (file_bytes({"a": header_entry(shape=[True, 6])}, DATA), "shape"),
+    "shape holds a fraction": (file_bytes({"a": header_entry(shape=[2.0, 3])}, DATA), "whole number"),
+    "shape holds null": (file_bytes({"a": header_entry(shape=[None, 3])}, DATA), "shape"),
+    "shape holds a list": (file_bytes({"a": header_entry(shape=[[2], 3])}, DATA), "shape"),
+    "negative sizes": (file_bytes({"a": header_entry(shape=[-2, -3])}, DATA), "[-2, -3]"),
+    "huge size": (file_bytes({"a": header_entry(shape=[2**64])}, DATA), "shape"),
     "sizes that wrap to 24 bytes": (
-        file_bytes({"a": header_entry(shape=[2**62, 2**62 + 6, 1])}, ONE),
+        file_bytes({"a": header_entry(shape=[2**62, 2**62 + 6, 1])}, DATA),
         "elements",
     ),
     "empty but huge": (file_bytes({"a": header_entry(shape=[0, 2**62, 2**62], offsets=[0, 0])}), "elements"),
@@ -85,21 +90,39 @@ BAD = {
         file_bytes({"a": header_entry(shape=[1] * 1000, offsets=[0, 4])}, b"1234"),
         "64",
     ),
-    "shape too large for the bytes": (file_bytes({"a": header_entry(shape=[2, 4])}, ONE), "32 bytes"),
-    "shape too small for the bytes": (file_bytes({"a": header_entry(shape=[2, 2])}, ONE), "16 bytes"),
-    "type too wide for the bytes": (file_bytes({"a": header_entry("F64")}, ONE), "48 bytes"),
-    "offsets are a number": (file_bytes({"a": header_entry(offsets=24)}, ONE), "data_offsets"),
-    "one offset": (file_bytes({"a": header_entry(offsets=[24])}, ONE), "data_offsets"),
-    "three offsets": (file_bytes({"a": header_entry(offsets=[0, 12, 24])}, ONE), "data_offsets"),
-    "offsets fall": (file_bytes({"a": header_entry(offsets=[24, 0])}, ONE), "[24, 0]"),
-    "negative offsets": (file_bytes({"a": header_entry(offsets=[-24, 0])}, ONE), "[-24, 0]"),
-    "huge offsets": (file_bytes({"a": header_entry(offsets=[2**64 - 24, 2**64])}, ONE), "data_offsets"),
-    "offsets past the end": (file_bytes({"a": E, "b": header_entry(offsets=[24, 48])}, ONE), "'b'"),
-    "offsets far past the end": (file_bytes({"a": header_entry(offsets=[2**40, 2**40 + 24])}, ONE), "'a'"),
-    "overlap": (file_bytes({"a": E, "b": header_entry(offsets=[20, 44])}, TWO[:44]), "'a' and 'b' overlap"),
-    "the same bytes twice": (file_bytes({"a": E, "b": E}, ONE), "overlap"),
+    "shape too large for the bytes": (
+        file_bytes({"a": header_entry(shape=[2, 4])}, DATA),
+        "32 bytes",
+    ),
+    "shape too small for the bytes": (
+        file_bytes({"a": header_entry(shape=[2, 2])}, DATA),
+        "16 bytes",
+    ),
+    "type too wide for the bytes": (file_bytes({"a": header_entry("F64")}, DATA), "48 bytes"),
+    "offsets are a number": (file_bytes({"a": header_entry(offsets=24)}, DATA), "data_offsets"),
+    "one offset": (file_bytes({"a": header_entry(offsets=[24])}, DATA), "data_offsets"),
+    "three offsets": (file_bytes({"a": header_entry(offsets=[0, 12, 24])}, DATA), "data_offsets"),
+    "offsets fall": (file_bytes({"a": header_entry(offsets=[24, 0])}, DATA), "[24, 0]"),
+    "negative offsets": (file_bytes({"a": header_entry(offsets=[-24, 0])}, DATA), "[-24, 0]"),
+    "huge offsets": (
+        file_bytes({"a": header_entry(offsets=[2**64 - 24, 2**64])}, DATA),
+        "data_offsets",
+    ),
+    "offsets past the end": (
+        file_bytes({"a": ENTRY, "b": header_entry(offsets=[24, 48])}, DATA),
+        "'b'",
+    ),
+    "offsets far past the end": (
+        file_bytes({"a": header_entry(offsets=[2**40, 2**40 + 24])}, DATA),
+        "'a'",
+    ),
+    "overlap": (
+        file_bytes({"a": ENTRY, "b": header_entry(offsets=[20, 44])}, DATA_2[:44]),
+        "'a' and 'b' overlap",
+    ),
+    "the same bytes twice": (file_bytes({"a": ENTRY, "b": ENTRY}, DATA), "overlap"),
     "one inside the other": (
-        file_bytes({"a": header_entry(shape=[12], offsets=[0, 48]), "b": E}, TWO),
+        file_bytes({"a": header_entry(shape=[12], offsets=[0, 48]), "b": ENTRY}, DATA_2),
         "overlap",
     ),
     "misaligned": (
@@ -107,20 +130,29 @@ BAD = {
         "multiple of 4",
     ),
     "a hole": (
-        file_bytes({"a": E, "b": header_entry(offsets=[28, 52])}, bytes(52)),
+        file_bytes({"a": ENTRY, "b": header_entry(offsets=[28, 52])}, bytes(52)),
         "expected to start at 24",
     ),
-    "a hole in front": (file_bytes({"a": header_entry(offsets=[24, 48])}, TWO), "expected to start at 0"),
-    "bytes left over": (file_bytes({"a": E}, ONE + b"x"), "found 25"),
-    "bytes and no tensor": (file_bytes({}, ONE), "found 24"),
-    "one byte short": (file_bytes({"a": E}, ONE[:-1]), "found 23"),
-    "no data": (file_bytes({"a": E}), "found 0"),
-    "unknown type past the end": (file_bytes({"a": header_entry("Q9", [2, 3], [0, 99])}, ONE), "found 24"),
-    "unknown type overlaps": (file_bytes({"a": header_entry("Q9", [2, 3], [0, 24]), "b": E}, ONE), "overlap"),
+    "a hole in front": (
+        file_bytes({"a": header_entry(offsets=[24, 48])}, DATA_2),
+        "expected to start at 0",
+    ),
+    "bytes left over": (file_bytes({"a": ENTRY}, DATA + b"x"), "found 25"),
+    "bytes and no tensor": (file_bytes({}, DATA), "found 24"),
+    "one byte short": (file_bytes({"a": ENTRY}, DATA[:-1]), "found 23"),
+    "no data": (file_bytes({"a": ENTRY}), "found 0"),
+    "unknown type past the end": (
+        file_bytes({"a": header_entry("Q9", [2, 3], [0, 99])}, DATA),
+        "found 24",
+    ),
+    "unknown type overlaps": (
+        file_bytes({"a": header_entry("Q9", [2, 3], [0, 24]), "b": ENTRY}, DATA),
+        "overlap",
+    ),
 }
 
 
-@pytest.mark.parametrize(("content", "says"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("content", "says"), BAD_FILES.values(), ids=BAD_FILES)
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
@@ -134,7 +166,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, content: bytes, says: str
 
 
 def test_the_fixtures_have_enough_bad_files() -> None:
-    assert len(BAD) >= 60
+    assert len(BAD_FILES) >= 60
 
 
 def test_messages_stay_short_and_printable(tmp_path: Path) -> None:
@@ -160,7 +192,7 @@ def test_a_header_of_many_tensors_is_accepted(tmp_path: Path) -> None:
     assert len(text) > 2**20
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_bytes(text, bytes(30_000)))
-    assert len(read_header(path).entries) == 30_000
+    assert len(read_header(path).tensors) == 30_000
 
 
 def test_a_claimed_length_allocates_nothing(tmp_path: Path) -> None:
@@ -192,17 +224,17 @@ def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
     folder = tmp_path / "snapshot"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(store / "4d7a")
-    assert same_bits(SafetensorsFolder(folder).read("a"), torch.ones(3))
+    assert same_bits(SafetensorsFolder(folder).view("a"), torch.ones(3))
 
 
 def test_an_unknown_type_is_refused_when_asked_for(tmp_path: Path) -> None:
     data = torch.arange(6.0).reshape(2, 3)
-    header = {"a": E, "b": header_entry("F6_E2M3", [8], [24, 30])}
+    header = {"a": ENTRY, "b": header_entry("F6_E2M3", [8], [24, 30])}
     (tmp_path / "model.safetensors").write_bytes(file_bytes(header, data.numpy().tobytes() + bytes(6)))
     files = SafetensorsFolder(tmp_path)
-    assert same_bits(files.read("a"), data)
+    assert same_bits(files.view("a"), data)
     with pytest.raises(BadFile, match=r"model\.safetensors: tensor 'b': type 'F6_E2M3'"):
-        files.read("b")
+        files.view("b")
 
 
 def test_unusual_valid_files_are_read(tmp_path: Path) -> None:
@@ -213,36 +245,36 @@ def test_unusual_valid_files_are_read(tmp_path: Path) -> None:
         "": header_entry(shape=[], offsets=[48, 52]),
         "none": header_entry(shape=[0, 5], offsets=[24, 24]),
         "nothing": header_entry(shape=[3, 0], offsets=[52, 52]),
-        "early": {**E, "comment": "for people"},
+        "early": {**ENTRY, "comment": "for people"},
     }
     raw = data.numpy().tobytes() + (data + 6).numpy().tobytes() + torch.tensor([7.0]).numpy().tobytes()
     (tmp_path / "model.safetensors").write_bytes(file_bytes(header, raw))
     files = SafetensorsFolder(tmp_path)
-    assert same_bits(files.read("early"), data)
-    assert same_bits(files.read("late"), data + 6)
-    assert same_bits(files.read(""), torch.tensor(7.0))
-    assert files.read("none").shape == (0, 5)
-    assert files.read_rows("nothing", 1, 3).shape == (2, 0)
+    assert same_bits(files.view("early"), data)
+    assert same_bits(files.view("late"), data + 6)
+    assert same_bits(files.view(""), torch.tensor(7.0))
+    assert files.view("none").shape == (0, 5)
+    assert files.view_rows("nothing", 1, 3).shape == (2, 0)
 
 
 def _mutations(good: bytes, header_end: int, rng: random.Random) -> dict[str, bytes]:
-    made: dict[str, bytes] = {}
+    mutations: dict[str, bytes] = {}
     for _ in range(120):
         cut = rng.randrange(len(good))
-        made[f"cut at {cut}"] = good[:cut]
+        mutations[f"cut at {cut}"] = good[:cut]
     for _ in range(400):
         at, bit = rng.randrange(header_end), rng.randrange(8)
-        made[f"bit {bit} of byte {at}"] = good[:at] + bytes([good[at] ^ (1 << bit)]) + good[at + 1 :]
+        mutations[f"bit {bit} of byte {at}"] = good[:at] + bytes([good[at] ^ (1 << bit)]) + good[at + 1 :]
     digits = [at for at in range(8, header_end) if chr(good[at]).isdigit()]
     for _ in range(200):
         at, new = rng.choice(digits), rng.choice([b"0", b"7", b"-1", b"12", b"1e3", b"99999999999999999999"])
         text = good[8:at] + new + good[at + 1 : header_end]
-        made[f"{new!r} at {at}"] = file_bytes(text, good[header_end:])
+        mutations[f"{new!r} at {at}"] = file_bytes(text, good[header_end:])
     for _ in range(100):
         at, count = rng.randrange(len(good)), rng.randrange(1, 9)
-        made[f"{count} bytes out at {at}"] = good[:at] + good[at + count :]
-        made[f"{count} bytes in at {at}"] = good[:at] + rng.randbytes(count) + good[at:]
-    return made
+        mutations[f"{count} bytes out at {at}"] = good[:at] + good[at + count :]
+        mutations[f"{count} bytes in at {at}"] = good[:at] + rng.randbytes(count) + good[at:]
+    return mutations
 
 
 def test_a_mutated_file_is_read_correctly_or_refused(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from exlm.checkpoint import SafetensorsFolder, save, writer
+from exlm.checkpoint import SafetensorsFolder, save_sharded, writer
 from exlm.errors import BadTensor, CheckpointError, InputError
 from tests.checkpoint.safetensors_bytes import TYPES, same_bits, write_safetensors
 
 INDEX = "model.safetensors.index.json"
 
 
-def _some(count: int = 6, add: int = 0) -> dict[str, torch.Tensor]:
+def _tensors(count: int = 6, add: int = 0) -> dict[str, torch.Tensor]:
     return {f"t{n}": torch.arange(n, n + 10.0) + add for n in range(count)}
 
 
@@ -41,14 +41,16 @@ def test_saved_tensors_are_read_back(
 ) -> None:
     folder = tmp_path_factory.mktemp("m") / "new"
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in kinds.items()}
-    told: list[tuple[int, int]] = []
-    paths = save(folder, tensors.items(), shard_bytes=shard_bytes, progress=lambda *done: told.append(done))
+    progress: list[tuple[int, int]] = []
+    paths = save_sharded(
+        folder, tensors.items(), shard_bytes=shard_bytes, progress=lambda *done: progress.append(done)
+    )
     files = SafetensorsFolder(folder)
     assert files.paths == tuple(paths)
     assert set(files.names()) == set(tensors)
-    assert all(same_bits(files.read(name), tensor) for name, tensor in tensors.items())
-    assert told[-1] == (len(tensors), files.total_bytes)
-    assert len(told) == len(paths)
+    assert all(same_bits(files.view(name), tensor) for name, tensor in tensors.items())
+    assert progress[-1] == (len(tensors), files.total_bytes)
+    assert len(progress) == len(paths)
     for path in paths:
         inside = [tensor for name, tensor in tensors.items() if files.info(name).file == path]
         assert len(inside) == 1 or sum(tensor.nbytes for tensor in inside) <= shard_bytes
@@ -59,14 +61,14 @@ def test_saved_tensors_are_read_back(
 
 
 def test_one_file(tmp_path: Path) -> None:
-    [path] = save(tmp_path, _some().items(), shard_bytes=10**6, metadata={"made": "here"})
+    [path] = save_sharded(tmp_path, _tensors().items(), shard_bytes=10**6, metadata={"made": "here"})
     assert os.listdir(tmp_path) == ["model.safetensors"]
     with safe_open(path, "pt") as opened:
         assert opened.metadata() == {"format": "pt", "made": "here"}
 
 
 def test_several_files_and_their_index(tmp_path: Path) -> None:
-    paths = save(tmp_path, _some().items(), shard_bytes=80)
+    paths = save_sharded(tmp_path, _tensors().items(), shard_bytes=80)
     assert [path.name for path in paths] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == 6 * 40
@@ -74,26 +76,26 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
 
 
 def test_views_and_shared_memory(tmp_path: Path) -> None:
-    whole = torch.randn(8, 8)
+    full = torch.randn(8, 8)
     tensors = {
-        "whole": whole,
-        "again": whole,
-        "rows": whole[2:4],
-        "columns": whole[:, 1:3],
-        "turned": whole.T,
+        "full": full,
+        "again": full,
+        "rows": full[2:4],
+        "columns": full[:, 1:3],
+        "turned": full.T,
         "grown": torch.ones(1).expand(5),
-        "learned": torch.nn.Parameter(whole[0]),
+        "learned": torch.nn.Parameter(full[0]),
     }
-    save(tmp_path, tensors.items(), shard_bytes=10**6)
+    save_sharded(tmp_path, tensors.items(), shard_bytes=10**6)
     files = SafetensorsFolder(tmp_path)
-    assert all(same_bits(files.read(name), tensor.detach()) for name, tensor in tensors.items())
+    assert all(same_bits(files.view(name), tensor.detach()) for name, tensor in tensors.items())
 
 
 def test_tensors_that_were_read_can_be_saved(tmp_path: Path) -> None:
-    files = SafetensorsFolder(write_safetensors(tmp_path / "a", _some()))
-    save(tmp_path / "b", ((name, files.read(name)) for name in files.names()), shard_bytes=100)
+    files = SafetensorsFolder(write_safetensors(tmp_path / "a", _tensors()))
+    save_sharded(tmp_path / "b", ((name, files.view(name)) for name in files.names()), shard_bytes=100)
     again = SafetensorsFolder(tmp_path / "b")
-    assert all(same_bits(again.read(name), tensor) for name, tensor in _some().items())
+    assert all(same_bits(again.view(name), tensor) for name, tensor in _tensors().items())
 
 
 def test_only_one_shard_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +104,10 @@ def test_only_one_shard_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def add(self: writer._ShardWriter, name: str, tensor: torch.Tensor) -> None:
         real(self, name, tensor)
-        most[0] = max(most[0], sum(held.nbytes for held in self._held.values()))
+        most[0] = max(most[0], sum(tensor.nbytes for tensor in self._held.values()))
 
     monkeypatch.setattr(writer._ShardWriter, "add", add)
-    save(tmp_path, ((f"t{n}", torch.zeros(10)) for n in range(20)), shard_bytes=120)
+    save_sharded(tmp_path, ((f"t{n}", torch.zeros(10)) for n in range(20)), shard_bytes=120)
     assert most == [120]
 
 
@@ -116,49 +118,49 @@ class TestRefusals:
     def test_weights_are_there(self, tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_bytes(b"precious")
         with pytest.raises(CheckpointError, match=f"already holds weights \\({name}\\).*overwrite"):
-            save(tmp_path, _some().items(), shard_bytes=100)
+            save_sharded(tmp_path, _tensors().items(), shard_bytes=100)
         assert (tmp_path / name).read_bytes() == b"precious"
         assert os.listdir(tmp_path) == [name]
 
     def test_other_weights_are_never_replaced(self, tmp_path: Path) -> None:
         (tmp_path / "output.safetensors").write_bytes(b"precious")
         with pytest.raises(CheckpointError, match=r"output\.safetensors.*Remove it"):
-            save(tmp_path, _some().items(), shard_bytes=100, overwrite=True)
+            save_sharded(tmp_path, _tensors().items(), shard_bytes=100, overwrite=True)
 
     def test_a_name_twice(self, tmp_path: Path) -> None:
         pairs = [("a", torch.ones(1)), ("a", torch.ones(1))]
         with pytest.raises(CheckpointError, match="'a' is reserved or was given twice"):
-            save(tmp_path, pairs, shard_bytes=100)
+            save_sharded(tmp_path, pairs, shard_bytes=100)
         with pytest.raises(CheckpointError, match="__metadata__"):
-            save(tmp_path, [("__metadata__", torch.ones(1))], shard_bytes=100)
+            save_sharded(tmp_path, [("__metadata__", torch.ones(1))], shard_bytes=100)
         assert os.listdir(tmp_path) == []
 
     def test_unsupported_tensors_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BadTensor, match="complex128"):
-            save(tmp_path, [("a", torch.ones(1, dtype=torch.complex128))], shard_bytes=100)
+            save_sharded(tmp_path, [("a", torch.ones(1, dtype=torch.complex128))], shard_bytes=100)
         with pytest.raises(BadTensor, match="sparse"):
-            save(tmp_path, [("a", torch.ones(2).to_sparse())], shard_bytes=100)
+            save_sharded(tmp_path, [("a", torch.ones(2).to_sparse())], shard_bytes=100)
 
     def test_saving_no_tensors_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="no tensors"):
-            save(tmp_path, [], shard_bytes=100)
+            save_sharded(tmp_path, [], shard_bytes=100)
         with pytest.raises(InputError, match="shard_bytes"):
-            save(tmp_path, _some().items(), shard_bytes=0)
+            save_sharded(tmp_path, _tensors().items(), shard_bytes=0)
 
     def test_an_unwritable_folder_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(CheckpointError, match="could not be written"):
-            save(tmp_path / "file", _some().items(), shard_bytes=100)
+            save_sharded(tmp_path / "file", _tensors().items(), shard_bytes=100)
 
 
 @pytest.mark.parametrize(("before", "after"), [(80, 80), (80, 10**6), (10**6, 80), (10**6, 10**6), (40, 120)])
 def test_a_model_is_replaced_as_a_whole(tmp_path: Path, before: int, after: int) -> None:
     (tmp_path / "config.json").write_text("{}")
-    save(tmp_path, _some(7).items(), shard_bytes=before)
-    save(tmp_path, _some(6, add=1).items(), shard_bytes=after, overwrite=True)
+    save_sharded(tmp_path, _tensors(7).items(), shard_bytes=before)
+    save_sharded(tmp_path, _tensors(6, add=1).items(), shard_bytes=after, overwrite=True)
     files = SafetensorsFolder(tmp_path)
-    assert set(files.names()) == set(_some(6))
-    assert all(same_bits(files.read(name), tensor) for name, tensor in _some(6, add=1).items())
+    assert set(files.names()) == set(_tensors(6))
+    assert all(same_bits(files.view(name), tensor) for name, tensor in _tensors(6, add=1).items())
     assert (tmp_path / "config.json").exists()
     assert (tmp_path / INDEX).exists() == (after != 10**6)
 
@@ -169,16 +171,18 @@ class Crash(BaseException):
 
 def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from _some().items()
+        yield from _tensors().items()
         raise Crash
 
     with pytest.raises(Crash):
-        save(tmp_path, tensors(), shard_bytes=80)
+        save_sharded(tmp_path, tensors(), shard_bytes=80)
     assert os.listdir(tmp_path) == []
-    save(tmp_path, _some().items(), shard_bytes=80)
+    save_sharded(tmp_path, _tensors().items(), shard_bytes=80)
     with pytest.raises(Crash):
-        save(tmp_path, tensors(), shard_bytes=10**6, overwrite=True)
-    assert all(same_bits(SafetensorsFolder(tmp_path).read(name), tensor) for name, tensor in _some().items())
+        save_sharded(tmp_path, tensors(), shard_bytes=10**6, overwrite=True)
+    assert all(
+        same_bits(SafetensorsFolder(tmp_path).view(name), tensor) for name, tensor in _tensors().items()
+    )
 
 
 @pytest.mark.parametrize("step", range(12))
@@ -186,8 +190,8 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
 def test_a_crash_while_renaming_leaves_no_mixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, before: int, after: int
 ) -> None:
-    old, new = _some(), _some(add=1)
-    save(tmp_path, old.items(), shard_bytes=before)
+    old, new = _tensors(), _tensors(add=1)
+    save_sharded(tmp_path, old.items(), shard_bytes=before)
     steps = iter(range(100))
 
     def crash_at(real: str) -> None:
@@ -203,13 +207,13 @@ def test_a_crash_while_renaming_leaves_no_mixture(
     crash_at("replace")
     crash_at("unlink")
     with suppress(Crash):
-        save(tmp_path, new.items(), shard_bytes=after, overwrite=True)
+        save_sharded(tmp_path, new.items(), shard_bytes=after, overwrite=True)
     monkeypatch.undo()
     try:
         files = SafetensorsFolder(tmp_path)
     except CheckpointError:
         return
-    read = {name: files.read(name) for name in files.names()}
+    read = {name: files.view(name) for name in files.names()}
     assert any(
         set(read) == set(model) and all(same_bits(read[name], model[name]) for name in model)
         for model in (old, new)

@@ -35,7 +35,7 @@ BAD: list[tuple[Rule, str, str, str]] = [
     (rules.imports_point_down, "exlm/formats/a.py", "from ..kernels import dispatch", "formats imports"),
     (rules.imports_point_down, "exlm/kvcache/a.py", "from ..checkpoint.files import File", "kvcache imports"),
     (rules.imports_point_down, "exlm/nn/a.py", "from ..formats import Weight", "nn imports exlm.formats"),
-    (rules.imports_point_down, "exlm/nn/a.py", "from ..checkpoint import reader", "nn imports"),
+    (rules.imports_point_down, "exlm/nn/a.py", "from ..checkpoint import writer", "nn imports"),
     (
         rules.imports_point_down,
         "exlm/nn/a.py",

@@ -50,13 +50,13 @@ def test_gguf_floats_keep_their_precision(tmp_path: Path, dtype: torch.dtype, ki
 
 
 def make_gguf(
-    path: Path, variant: str, kind: str, more: dict[str, Any] | None = None, leave: tuple[str, ...] = ()
+    path: Path, variant: str, kind: str, more: dict[str, Any] | None = None, leave_out: tuple[str, ...] = ()
 ) -> Path:
     """A tiny model with its matrices in any type and anything else in its metadata."""
     model, (arch, _) = gguf_models.model_spec(variant), gguf_models.VARIANTS[variant]
     arrays, kinds = {}, {}
     for name, tensor in gguf_models.converted_tensors(model, arch, gguf_models.random_tensors(model)).items():
-        if name in leave:
+        if name in leave_out:
             continue
         array = np.ascontiguousarray(tensor.numpy())
         if tensor.dim() == 2:
@@ -74,7 +74,7 @@ def test_gguf_blocks_become_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, tied: bool
 ) -> None:
     monkeypatch.setenv("EXLM_CPU", "0")  # weights are compared, not the kernels' activations of sixteen bits
-    source = make_gguf(tmp_path / "m.gguf", variant, "Q8_0", leave=("output.weight",) if tied else ())
+    source = make_gguf(tmp_path / "m.gguf", variant, "Q8_0", leave_out=("output.weight",) if tied else ())
     target = convert_model(source, tmp_path / "new", "dense")
     assert_same(source, target, forms={"dense float32"} | ({"tied to the embedding"} if tied else set()))
     assert read_config(target)["tie_word_embeddings"] is tied

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from exlm import Config, ExlmError, Model, spec
-from exlm.checkpoint.gguf_tensor_names import gguf_tensor_names
+from exlm.checkpoint.gguf_checkpoint import gguf_tensor_names
 from exlm.families import FAMILIES, ConfigReader, build_spec
 from exlm.families.gguf import config_from_metadata
 from exlm.kernels.reference import frequencies

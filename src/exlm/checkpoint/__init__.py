@@ -5,12 +5,12 @@ that share no memory with the files; `formats` decodes quantised ones. config, l
 and bench import it; kernels do not.
 """
 
+from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import GgufFile
-from .gguf_reader import GgufCheckpoint
-from .reader import SafetensorsCheckpoint
-from .safetensors_folder import SafetensorsFolder, TensorInfo
+from .safetensors_checkpoint import SafetensorsCheckpoint
+from .safetensors_files import SafetensorsFolder, TensorInfo
 from .source import WeightSource, open_source
-from .writer import save
+from .writer import save_sharded
 
 __all__ = [
     "GgufCheckpoint",
@@ -20,5 +20,5 @@ __all__ = [
     "TensorInfo",
     "WeightSource",
     "open_source",
-    "save",
+    "save_sharded",
 ]

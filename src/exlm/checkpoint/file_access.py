@@ -34,9 +34,9 @@ def damaged(path: Path, what: str) -> BadFile:
     return BadFile(f"{path}: {what}. The file is damaged or incomplete: download or convert it again.")
 
 
-def read_small(path: Path, limit: int) -> bytes:
+def read_small_file(path: Path, limit: int) -> bytes:
     """All of a text file of at most `limit` bytes; a pipe or a device is refused instead of waited for."""
-    size = regular_size(path)
+    size = regular_file_size(path)
     if size > limit:
         raise BadFile(f"{path}: expected at most {limit} bytes, found {size}.")
     try:
@@ -45,7 +45,7 @@ def read_small(path: Path, limit: int) -> bytes:
         raise BadFile(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def regular_size(path: Path) -> int:
+def regular_file_size(path: Path) -> int:
     """The size of a regular file; BadFile for a folder, a pipe or a broken link."""
     try:
         status = os.stat(path)
@@ -62,7 +62,7 @@ def check_size(path: Path, found: int, expected: int) -> None:
         raise damaged(path, f"expected {expected} bytes as when its header was read, found {found}")
 
 
-def refuse_pointer(path: Path, start: bytes) -> None:
+def refuse_lfs_pointer(path: Path, start: bytes) -> None:
     """BadFile if a file begins as a git-lfs pointer does."""
     if start.startswith(_LFS):
         raise BadFile(
@@ -70,9 +70,9 @@ def refuse_pointer(path: Path, start: bytes) -> None:
         )
 
 
-def load_json(text: str, *, fractions: bool = False) -> Any:
-    """Parse JSON; ValueError or RecursionError for a key given twice and, unless `fractions`, for a float."""
-    number = float if fractions else _refuse_fraction
+def parse_json(text: str, *, allow_floats: bool = False) -> Any:
+    """Parse JSON; ValueError or RecursionError for a duplicate key and, unless `allow_floats`, a float."""
+    number = float if allow_floats else _refuse_float
     return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_float=number, parse_constant=number)
 
 
@@ -84,7 +84,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _refuse_fraction(text: str) -> NoReturn:
+def _refuse_float(text: str) -> NoReturn:
     raise ValueError(f"expected a whole number, found {quoted(text)}")
 
 

@@ -1,15 +1,23 @@
-"""The tensors and the metadata of a GGUF file, or of all files a model was split into.
+"""A GGUF file, or all files a model was split into: metadata, tensors, and their bytes.
+
+The `gguf` package's reader trusts the counts and lengths it finds, and takes seconds for a vocabulary; it is
+the oracle of the tests. Here every number in the header is checked against the bytes that are left before
+memory is allocated for it.
 
 Each file is mapped into memory; a tensor's bytes are a view of the map, whose pages can be released once they
-have been copied. Names are the stored ones and bytes are only bytes here: `gguf_reader` maps a model's roles
-to names, and `formats.gguf` knows what the bytes mean.
+have been copied. Names are the stored ones and bytes are only bytes here: `gguf_checkpoint` maps a model's
+roles to names, and `formats.gguf` knows what the bytes mean.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
+import struct
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +25,10 @@ from typing import Any
 import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor, ModelNotFound
-from .file_access import MappedFiles, damaged, quoted, regular_size
-from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from ..formats.gguf_types import GGUF_TYPES, REMOVED_TYPES
+from .file_access import MappedFiles, damaged, quoted, refuse_lfs_pointer, regular_file_size
 
-ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+ROPE_FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are part of a model's description and not weights."""
 
 MAX_ROPE_FACTORS = 4096
@@ -28,13 +36,263 @@ MAX_ROPE_FACTORS = 4096
 FAULT_AROUND = 2**16
 """Bytes that the kernel may map around a touched page (Linux's fault-around window)."""
 
+_SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+
+MAX_HEADER = 2**28
+MAX_ITEMS = 2**23  # values in all arrays together; a vocabulary of 256 thousand tokens has two million
+MAX_KEYS = 2**16
+MAX_TENSORS = 2**20
+MAX_NAME = 2**16
+MAX_RANK = 4
+MAX_DEPTH = 4  # arrays in arrays
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_SMALLEST = {_STRING: 8, _ARRAY: 12} | {kind: struct.calcsize(code) for kind, code in _NUMBERS.items()}
+_LENGTH = struct.Struct("<Q")
+
+ALIGNMENT = "general.alignment"
+
+
+# -- headers ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GgufTensorInfo:
+    """One stored tensor, as the header of its file describes it."""
+
+    name: str
+    type_name: str  # as GGUF spells it: F32, Q4_K
+    shape: tuple[int, ...]  # the innermost size last, as torch has it
+    nbytes: int
+    file: Path
+    offset: int  # of the first byte, from the start of the file
+
+    @property
+    def rows(self) -> int:
+        """How many runs of the innermost size."""
+        return math.prod(self.shape[:-1])
+
+    def __str__(self) -> str:
+        return f"{self.file}: tensor {quoted(self.name)}"
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """A checked header: every tensor lies inside the file, and no two share a byte."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensorInfo]
+
+
+def read_gguf_header(path: Path, data: mmap.mmap | bytes) -> GgufHeader:
+    """The checked header of a GGUF file whose bytes are `data`."""
+    cursor = _Cursor(path, data)
+    _check_start(path, data)
+    cursor.take(8)
+    tensor_count = cursor.count("tensors", MAX_TENSORS, 8 + 4 + 8 + 4 + 8)
+    metadata = _metadata(cursor)
+    entries: dict[str, GgufTensorInfo] = {}
+    for _ in range(tensor_count):
+        info = _tensor_info(cursor)
+        if info.name in entries:
+            raise damaged(path, f"tensor {quoted(info.name)} is there twice")
+        entries[info.name] = info
+    start = _aligned(cursor.position, _alignment(path, metadata))
+    return GgufHeader(metadata, _with_file_offsets(path, entries, start, metadata, len(data)))
+
+
+class _Cursor:
+    """A position in the bytes of a header that is checked to stay inside them."""
+
+    def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
+        self.path = path
+        self.data = data
+        self.end = min(len(data), MAX_HEADER)
+        self.position = 0
+        self.items = 0
+
+    def take(self, size: int) -> int:
+        """Step over `size` bytes; where they start."""
+        start = self.position
+        if size > self.end - start:
+            raise damaged(self.path, f"the header needs {size} bytes at {start}, found {self.end - start}")
+        self.position = start + size
+        return start
+
+    def number(self, kind: int) -> Any:
+        """One number of a kind of value."""
+        return self.numbers(kind, 1)[0]
+
+    def numbers(self, kind: int, count: int) -> list[Any]:
+        """Several numbers."""
+        code = _NUMBERS[kind]
+        start = self.take(count * struct.calcsize(code))
+        if kind == _BOOL and max(self.data[start : self.position], default=0) > 1:
+            raise damaged(self.path, f"expected true or false at byte {start}, found another value")
+        return list(struct.unpack_from(f"<{count}{code}", self.data, start))
+
+    def text(self, limit: int | None = None) -> str:
+        """A string with its length before it."""
+        length = self.number(10)
+        if limit is not None and length > limit:
+            raise damaged(self.path, f"expected a name of at most {limit} bytes, found {length}")
+        start = self.take(length)
+        try:
+            return self.data[start : self.position].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise damaged(self.path, f"the text at byte {start} is not UTF-8 ({error.reason})") from error
+
+    def texts(self, count: int) -> list[str]:
+        """Several strings, without a call for each: a vocabulary has hundreds of thousands."""
+        data, end, at = self.data, self.end, self.position
+        found: list[str] = []
+        while len(found) < count and at + _LENGTH.size <= end:
+            start = at + _LENGTH.size
+            stop = start + _LENGTH.unpack_from(data, at)[0]
+            if stop > end:
+                break
+            try:
+                found.append(data[start:stop].decode("utf-8"))
+            except UnicodeDecodeError:
+                break
+            at = stop
+        self.position = at
+        return found + [
+            self.text() for _ in range(count - len(found))
+        ]  # raises the error for the string at which the loop stopped
+
+    def count(self, what: str, limit: int, smallest: int) -> int:
+        """A count of things of at least `smallest` bytes, which the rest of the header can hold."""
+        found: int = self.number(10)
+        if found > limit:
+            raise damaged(self.path, f"expected at most {limit} {what}, found {found}")
+        if found * smallest > self.end - self.position:
+            raise damaged(self.path, f"{found} {what} do not fit the {self.end - self.position} bytes left")
+        return found
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        """A value of metadata as plain Python."""
+        if kind in _NUMBERS:
+            return self.number(kind)
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY or depth >= MAX_DEPTH:
+            what = f"arrays at most {MAX_DEPTH} deep" if kind == _ARRAY else "a kind of value up to 12"
+            raise damaged(self.path, f"expected {what} at byte {self.position}, found {kind}")
+        inner = self.number(4)
+        if inner not in _SMALLEST:
+            raise damaged(self.path, f"expected an array of values up to kind 12, found {inner}")
+        count = self.count("values", MAX_ITEMS - self.items, _SMALLEST[inner])
+        self.items += count
+        if inner in _NUMBERS:
+            return self.numbers(inner, count)
+        if inner == _STRING:
+            return self.texts(count)
+        return [self.value(inner, depth + 1) for _ in range(count)]
+
+
+def _check_start(path: Path, data: mmap.mmap | bytes) -> None:
+    start = bytes(data[:64])
+    refuse_lfs_pointer(path, start)
+    if start[:4] != MAGIC:
+        raise BadFile(f"{path}: expected a GGUF file, which begins with {MAGIC!r}, found {start[:4]!r}.")
+    version = int.from_bytes(start[4:8], "little")
+    if version in VERSIONS:
+        return
+    if int.from_bytes(start[4:8], "big") in VERSIONS:
+        raise BadFile(f"{path}: the file is written for big-endian machines. Use the little-endian one.")
+    expected = " or ".join(map(str, VERSIONS))
+    raise BadFile(f"{path}: expected GGUF version {expected}, found {version}. Convert the model again.")
+
+
+def _metadata(cursor: _Cursor) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(cursor.count("keys", MAX_KEYS, 8 + 4 + 1)):
+        key = cursor.text(MAX_NAME)
+        kind = cursor.number(4)
+        if key in metadata:
+            raise damaged(cursor.path, f"the key {quoted(key)} is there twice")
+        if key == ALIGNMENT and kind != 4:
+            raise damaged(cursor.path, f"expected {ALIGNMENT} of kind 4, found {kind}")
+        metadata[key] = cursor.value(kind)
+    return metadata
+
+
+def _alignment(path: Path, metadata: dict[str, Any]) -> int:
+    found: int = metadata.get(ALIGNMENT, 32)
+    if found < 1 or found & (found - 1):
+        raise damaged(path, f"expected a power of two as {ALIGNMENT}, found {found}")
+    return found
+
+
+def _aligned(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+def _tensor_info(cursor: _Cursor) -> GgufTensorInfo:
+    """One tensor; its offset counts from the start of the data."""
+    path = cursor.path
+    name = cursor.text(MAX_NAME)
+    rank = cursor.number(4)
+    if not 1 <= rank <= MAX_RANK:
+        raise damaged(path, f"tensor {quoted(name)}: expected 1 to {MAX_RANK} dimensions, found {rank}")
+    shape = tuple(reversed(cursor.numbers(10, rank)))
+    number = cursor.number(4)
+    offset = cursor.number(10)
+    if number in REMOVED_TYPES:
+        other = "Q4_0" if REMOVED_TYPES[number].startswith("Q4") else "IQ4_NL"
+        raise BadFile(
+            f"{path}: tensor {quoted(name)} is stored as {REMOVED_TYPES[number]}, which llama.cpp has given "
+            f"up. Take the {other} file of the same model."
+        )
+    if number not in GGUF_TYPES:
+        raise BadFile(
+            f"{path}: tensor {quoted(name)} has the unknown type {number}. The file is damaged, or made by "
+            "something newer than this version of exlm."
+        )
+    kind, block, size = GGUF_TYPES[number]
+    if min(shape) < 1 or shape[-1] % block:
+        raise damaged(
+            path,
+            f"tensor {quoted(name)}: expected rows of whole {kind} blocks of {block}, found {list(shape)}",
+        )
+    return GgufTensorInfo(name, kind, shape, math.prod(shape) // block * size, path, offset)
+
+
+def _with_file_offsets(
+    path: Path, entries: dict[str, GgufTensorInfo], start: int, metadata: dict[str, Any], size: int
+) -> dict[str, GgufTensorInfo]:
+    """The entries with offsets from the start of the file, if each has its own bytes there."""
+    alignment = _alignment(path, metadata)
+    last, end = "", 0
+    for info in sorted(entries.values(), key=lambda info: info.offset):
+        if info.offset % alignment:
+            raise damaged(
+                path, f"tensor {quoted(info.name)}: expected a multiple of {alignment}, found {info.offset}"
+            )
+        if info.offset < end:
+            raise damaged(path, f"tensors {quoted(last)} and {quoted(info.name)} overlap")
+        last, end = info.name, info.offset + info.nbytes
+        if start + end > size:
+            raise damaged(
+                path,
+                f"tensor {quoted(info.name)} ends at byte {start + end} of {size}; the file is cut short",
+            )
+    return {name: replace(info, offset=start + info.offset) for name, info in entries.items()}
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
 _header_cache: weakref.WeakValueDictionary[tuple[Path, int, int, int, int], GgufHeader] = (
     weakref.WeakValueDictionary()
 )
 """Headers of open files by (path, device, inode, size, mtime), so that opening a file again is quick: parsing
 a vocabulary takes a while."""
-
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 class GgufFile:
@@ -54,52 +312,52 @@ class GgufFile:
         headers = {one: header if one == self.path else self._header(one) for one in shards}
         _check_shards(headers)
         self.metadata: Mapping[str, Any] = MappingProxyType(headers[shards[0]].metadata)
-        tensors: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensorInfo] = {}
         for one in headers.values():
-            for name, entry in one.tensors.items():
+            for name, info in one.tensors.items():
                 if name in tensors:
-                    raise BadFile(f"{tensors[name]} is also in {entry.file}; expected it once.")
-                tensors[name] = entry
-        self.tensors: Mapping[str, GgufTensor] = MappingProxyType(tensors)
+                    raise BadFile(f"{tensors[name]} is also in {info.file}; expected it once.")
+                tensors[name] = info
+        self.tensors: Mapping[str, GgufTensorInfo] = MappingProxyType(tensors)
         self.paths = tuple(shards)
         self._headers = headers  # keeps them in _header_cache
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(entry.nbytes for entry in self.tensors.values())
+        return sum(info.nbytes for info in self.tensors.values())
 
-    def entry(self, name: str) -> GgufTensor:
+    def info(self, name: str) -> GgufTensorInfo:
         """What the header says of a tensor."""
         if name not in self.tensors:
             raise MissingTensor(f"{self.path}: found no tensor {quoted(name)} among {len(self.tensors)}.")
         return self.tensors[name]
 
-    def read(self, name: str) -> torch.Tensor:
+    def view(self, name: str) -> torch.Tensor:
         """The bytes of a tensor, (rows, bytes), a view of the file.
 
         Copy what is to be kept, then `release` it: a file that is truncated while a view is in use ends the
         process (SIGBUS).
         """
-        return self.read_rows(name, 0, self.entry(name).rows)
+        return self.view_rows(name, 0, self.info(name).rows)
 
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def view_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """The bytes of rows `start` to `stop`; all dimensions but the innermost count as rows."""
-        entry = self.entry(name)
-        first, width = self._span(entry, start, stop)
+        info = self.info(name)
+        first, width = self._span(info, start, stop)
         if start == stop:
             return torch.empty((0, width), dtype=torch.uint8)
         view = torch.frombuffer(
-            self._maps.get(entry.file), dtype=torch.uint8, count=(stop - start) * width, offset=first
+            self._maps.get(info.file), dtype=torch.uint8, count=(stop - start) * width, offset=first
         )
         return view.view(stop - start, width)
 
     def release(self, name: str) -> None:
         """Free the mapped pages of a tensor; a later read gets them from the file again."""
-        entry = self.entry(name)
+        info = self.info(name)
         # Neighbours too, as the kernel maps pages around each that is touched; no tensor here is written to.
-        begin = entry.offset // FAULT_AROUND * FAULT_AROUND
-        self._maps.release_pages(entry.file, begin, entry.offset + entry.nbytes + FAULT_AROUND)
+        begin = info.offset // FAULT_AROUND * FAULT_AROUND
+        self._maps.release_pages(info.file, begin, info.offset + info.nbytes + FAULT_AROUND)
 
     def close(self) -> None:
         """Forget the maps of the files; views stay valid, and a later read maps the files again."""
@@ -108,26 +366,26 @@ class GgufFile:
     def rope_factors(self) -> dict[str, list[float]]:
         """The rotary factors that are stored as tensors, by name: a part of the model's description."""
         found = {}
-        for name in ROPE_FACTORS:
+        for name in ROPE_FACTOR_TENSORS:
             if name not in self.tensors:
                 continue
-            entry = self.entry(name)
-            if entry.type_name != "F32" or len(entry.shape) != 1 or entry.shape[0] > MAX_ROPE_FACTORS:
+            info = self.info(name)
+            if info.type_name != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_ROPE_FACTORS:
                 raise BadTensor(
-                    f"{entry}: expected at most {MAX_ROPE_FACTORS} numbers of F32, found {entry.type_name} "
-                    f"{list(entry.shape)}."
+                    f"{info}: expected at most {MAX_ROPE_FACTORS} numbers of F32, found {info.type_name} "
+                    f"{list(info.shape)}."
                 )
-            found[name] = [float(one) for one in self.read(name).clone().view(torch.float32)[0]]
+            found[name] = [float(one) for one in self.view(name).clone().view(torch.float32)[0]]
         return found
 
-    def _span(self, entry: GgufTensor, start: int, stop: int) -> tuple[int, int]:
-        if not 0 <= start <= stop <= entry.rows:
-            raise BadTensor(f"{entry}: expected at least {stop} rows, found {entry.rows}.")
-        width = entry.nbytes // entry.rows
-        return entry.offset + start * width, width
+    def _span(self, info: GgufTensorInfo, start: int, stop: int) -> tuple[int, int]:
+        if not 0 <= start <= stop <= info.rows:
+            raise BadTensor(f"{info}: expected at least {stop} rows, found {info.rows}.")
+        width = info.nbytes // info.rows
+        return info.offset + start * width, width
 
     def _header(self, path: Path) -> GgufHeader:
-        size = regular_size(path)
+        size = regular_file_size(path)
         if size < 24:
             raise damaged(path, f"expected a GGUF file of at least 24 bytes, found {size}")
         self._maps.sizes[path] = size
@@ -144,7 +402,7 @@ def _shards(path: Path, header: GgufHeader) -> list[Path]:
     count = header.metadata.get("split.count", 1)
     if type(count) is not int or count <= 1:
         return [path]
-    match = _SHARD.fullmatch(path.name)
+    match = _SHARD_NAME.fullmatch(path.name)
     if match is None or int(match[3]) != count:
         raise BadFile(
             f"{path}: the file is one of {count} and must keep its name, which ends in "

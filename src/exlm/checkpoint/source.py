@@ -11,8 +11,8 @@ from torch import Tensor
 from ..formats import Weight
 from ..formats.quantization_config import QuantizationConfig
 from ..spec.tensor_names import TensorNames
-from .gguf_reader import GgufCheckpoint
-from .reader import SafetensorsCheckpoint
+from .gguf_checkpoint import GgufCheckpoint
+from .safetensors_checkpoint import SafetensorsCheckpoint
 from .tensor_index import Shape
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
 from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
 from .file_access import quoted
-from .safetensors_folder import SafetensorsFolder, TensorInfo
+from .safetensors_files import SafetensorsFolder, TensorInfo
 
 FLOAT_TYPES = ("F16", "BF16", "F32", "F64")
 
@@ -33,7 +33,7 @@ _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 Shape = tuple[int, ...]
 
 
-def key_at(location: TensorLocation, suffix: str) -> str:
+def tensor_key(location: TensorLocation, suffix: str) -> str:
     """The key of one tensor of a location."""
     return location.key if location.without_suffix and suffix == "weight" else f"{location.key}.{suffix}"
 
@@ -74,7 +74,7 @@ class TensorIndex:
         """The first location that holds a role, and the first of these suffixes that is stored there."""
         for location in self.names.locations_of(role):
             for suffix in suffixes:
-                if key_at(location, suffix) in self._stored:
+                if tensor_key(location, suffix) in self._stored:
                     return location, suffix
         return None
 
@@ -113,7 +113,7 @@ class TensorIndex:
         if not role.endswith(".mlp.down") or key not in self:
             return
         info = self.use_floats(key)
-        divides = bool((self.files.read(info.name) != 1).any())
+        divides = bool((self.files.view(info.name) != 1).any())
         self.files.release(info.name)
         if divides:
             raise Unsupported(
@@ -149,7 +149,7 @@ class TensorIndex:
     def missing(self, what: str, keys: Sequence[str]) -> MissingTensor:
         """The error for a role whose keys are in none of the files."""
         indexed = {self.names.to_llama_key(name): name for name in self.files.index}
-        hints = (self.files.hint(indexed[key]) for key in keys if key in indexed)
+        hints = (self.files.explain_missing(indexed[key]) for key in keys if key in indexed)
         remedy = "The folder is incomplete, or config.json describes another model."
         if what == "head":
             remedy += ' A model whose head is its embedding says so: "tie_word_embeddings": true.'

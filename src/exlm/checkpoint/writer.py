@@ -22,13 +22,12 @@ from safetensors.torch import save_file
 from ..atomic import sync_file
 from ..errors import BadTensor, CheckpointError, InputError
 from .file_access import quoted
-from .safetensors_folder import INDEX
-from .safetensors_header import DTYPES, METADATA
+from .safetensors_files import DTYPES, INDEX, METADATA
 
-_WRITTEN_BY_SAVE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_OWN_FILE_NAME = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
-def save(
+def save_sharded(
     folder: Path,
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
@@ -40,9 +39,9 @@ def save(
     """Write tensors in the order they come, a new file before one would exceed `shard_bytes`; return the
     files.
 
-    At most one file's worth is held, until it is written: a tensor must stay as it is until `save` returns.
-    One that is larger than a shard gets a file of its own. `progress` is told how many tensors and how many
-    bytes are written. With `overwrite`, a model that `save` wrote into the folder before is replaced.
+    At most one shard is in memory, until it is written: tensors must not change before this returns. A tensor
+    that is larger than a shard gets a file of its own. `progress` is called with the number of tensors and
+    of bytes written so far. With `overwrite`, a model that was written into the folder like this is replaced.
     """
     if shard_bytes <= 0:
         raise InputError(f"shard_bytes must be positive, found {shard_bytes}.")
@@ -132,7 +131,7 @@ def _replaceable_files(folder: Path, overwrite: bool) -> list[Path]:
     """The files of a model already in the folder; CheckpointError if they may not be replaced."""
     names = sorted(os.listdir(folder))
     weights = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
-    foreign = [name for name in weights if not _WRITTEN_BY_SAVE.fullmatch(name)]
+    foreign = [name for name in weights if not _OWN_FILE_NAME.fullmatch(name)]
     found = [*weights, *(name for name in names if name == INDEX)]
     if foreign or (found and not overwrite):
         remedy = "Remove it" if foreign else "Ask to overwrite it"

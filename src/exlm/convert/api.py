@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..atomic import atomic_dir, check_output_dir, report_write_errors
-from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, WeightSource, open_source, save
+from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, WeightSource, open_source, save_sharded
 from ..config import Config, FrozenConfig
 from ..errors import CheckpointError, InputError
 from ..model.instance import ProgressCallback, no_progress
@@ -59,7 +59,9 @@ def convert_model(
     plan, files = _make_plan(frozen, checkpoint, to)
     _check_space(folder, plan.nbytes + files.nbytes + DISK_SLACK_BYTES)
     with atomic_dir(folder, overwrite=overwrite) as temp_dir:
-        weights = save(temp_dir, _iter_tensors(plan.steps, progress or no_progress), shard_bytes=shard_bytes)
+        weights = save_sharded(
+            temp_dir, _iter_tensors(plan.steps, progress or no_progress), shard_bytes=shard_bytes
+        )
         with report_write_errors(folder):
             files.write_to(temp_dir)
             for path in weights:  # safetensors creates them readable by their owner only

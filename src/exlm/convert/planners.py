@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .. import spec
 from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, TensorInfo
-from ..checkpoint.gguf_file import ROPE_FACTORS
-from ..checkpoint.safetensors_header import DTYPES
-from ..checkpoint.tensor_index import FLOAT_TYPES, key_at
+from ..checkpoint.gguf_file import ROPE_FACTOR_TENSORS
+from ..checkpoint.safetensors_files import DTYPES
+from ..checkpoint.tensor_index import FLOAT_TYPES, tensor_key
 from ..errors import Unsupported
 from ..formats import PackedWeight, Weight, exl2, gptq
 from ..formats.awq import NIBBLE_COLUMNS
@@ -81,8 +81,8 @@ class FolderPlanner(ConversionPlanner):
     def plan_matrix(self, m: Matrix) -> ConversionStep:
         """Copy, slice, rewrite or unpack a matrix."""
         stored, location = self._source_location(m.role), self.target_location(m.role)
-        self.checkpoint.check(m.role)
-        fmt = self.format_by_suffix[next(s for s in SUFFIXES if key_at(stored, s) in self.names_by_key)]
+        self.checkpoint.check_unscaled(m.role)
+        fmt = self.format_by_suffix[next(s for s in SUFFIXES if tensor_key(stored, s) in self.names_by_key)]
         action = self.choose_action(m.role, fmt)
         parts = self._take_tensors(stored, fmt)
         if fmt == "dense":
@@ -91,7 +91,7 @@ class FolderPlanner(ConversionPlanner):
             self.reencoded.append((m.role, location))
         transposes = fmt == "dense" and stored.transposed != location.transposed
         if action == "keep" and _is_whole_tensor(stored) and not transposes:
-            return self._copy_step(m.role, {info.name: key_at(location, s) for s, info in parts.items()})
+            return self._copy_step(m.role, {info.name: tensor_key(location, s) for s, info in parts.items()})
         if action == "keep" and fmt == "awq":
             return self._slice_awq_step(m, stored, location, parts)
         step = self._encode_step(m, location, parts, fmt, action)
@@ -110,14 +110,14 @@ class FolderPlanner(ConversionPlanner):
             raise Unsupported(f"{v.role} is a part of {stored.key}, from which it cannot be sliced.")
         parts = self._take_tensors(stored, "dense")
         return self._copy_step(
-            v.role, {info.name: key_at(location, suffix) for suffix, info in parts.items()}
+            v.role, {info.name: tensor_key(location, suffix) for suffix, info in parts.items()}
         )
 
     def plan_unassigned(self) -> Iterable[ConversionStep]:
         """Copy the tensors of no role under their own names."""
         for role, location in self.reencoded:
             for suffix in SUFFIXES:
-                name = self.names_by_key.get(key_at(location, suffix))
+                name = self.names_by_key.get(tensor_key(location, suffix))
                 if name is not None and name not in self.used_names:
                     raise Unsupported(
                         f"{role} is stored twice, and a reader of the new model would take "
@@ -133,13 +133,13 @@ class FolderPlanner(ConversionPlanner):
 
     def _source_location(self, role: str) -> TensorLocation:
         self.checkpoint.describe(role)  # raises if tensors are missing
-        location = self.checkpoint.stored(role)
+        location = self.checkpoint.find(role)
         assert location is not None
         return location
 
     def _take_tensors(self, location: TensorLocation, fmt: str) -> TensorsBySuffix:
         """The tensors at a location that belong to a matrix of this format."""
-        keys = {suffix: key_at(location, suffix) for suffix in (*TENSOR_SUFFIXES[fmt], "bias")}
+        keys = {suffix: tensor_key(location, suffix) for suffix in (*TENSOR_SUFFIXES[fmt], "bias")}
         parts = {
             s: self.files.info(self.names_by_key[key]) for s, key in keys.items() if key in self.names_by_key
         }
@@ -165,7 +165,7 @@ class FolderPlanner(ConversionPlanner):
 
     def _read_copy(self, name: str, column_ranges: Sequence[RowRange] = (), unit: int = 1) -> Tensor:
         """A copy of a stored tensor, or of some of its columns, of which each stored element has `unit`."""
-        view = self.files.read(name)
+        view = self.files.view(name)
         pieces = [view[..., start // unit : stop // unit] for start, stop in column_ranges]
         owned = torch.cat(pieces, -1) if pieces else view.clone()
         self.files.release(name)
@@ -181,7 +181,7 @@ class FolderPlanner(ConversionPlanner):
                 f"{m.role} is a part of {stored.key} that does not begin and end at a multiple of "
                 f'{len(NIBBLE_COLUMNS)} columns, as an AWQ word does. Convert to "gptq-v2" or "dense".'
             )
-        names = {key_at(location, suffix): suffix for suffix in units if suffix in parts}
+        names = {tensor_key(location, suffix): suffix for suffix in units if suffix in parts}
 
         def make() -> NamedTensors:
             for name, suffix in names.items():
@@ -205,10 +205,12 @@ class FolderPlanner(ConversionPlanner):
 
         def make() -> NamedTensors:
             for suffix, tensor in writer(self._read_weight(m)).items():
-                yield key_at(location, suffix), tensor
+                yield tensor_key(location, suffix), tensor
 
         suffixes += ("bias",) if m.bias else ()
-        return ConversionStep(m.role, tuple(key_at(location, suffix) for suffix in suffixes), nbytes, make)
+        return ConversionStep(
+            m.role, tuple(tensor_key(location, suffix) for suffix in suffixes), nbytes, make
+        )
 
     def _read_weight(self, m: Matrix) -> Weight:
         return self.checkpoint.weight(
@@ -227,7 +229,7 @@ class FolderPlanner(ConversionPlanner):
         ):
             return False
         bits = 4 if fmt == "awq" else parts["qweight"].shape[0] * WORD_BITS // m.in_features
-        zeros = self.files.read(parts["qzeros"].name)
+        zeros = self.files.view(parts["qzeros"].name)
         width = parts["scales"].shape[-1]
         if (
             zeros.shape[-1] * WORD_BITS != width * bits
@@ -281,7 +283,7 @@ class GgufPlanner(ConversionPlanner):
     def __init__(self, checkpoint: GgufCheckpoint, model: spec.Model, to: str) -> None:
         super().__init__(model, to)
         self.checkpoint = checkpoint
-        self.used_names = set(ROPE_FACTORS)  # their numbers are in config.json
+        self.used_names = set(ROPE_FACTOR_TENSORS)  # their numbers are in config.json
 
     def has(self, role: str) -> bool:
         """Whether the file holds this role."""
@@ -295,7 +297,7 @@ class GgufPlanner(ConversionPlanner):
             nbytes = 4 * m.out_features * (m.in_features + m.bias)
         self._mark_used(m.role)
         location = self.target_location(m.role)
-        names = [key_at(location, suffix) for suffix in ("weight", "bias")[: 1 + m.bias]]
+        names = [tensor_key(location, suffix) for suffix in ("weight", "bias")[: 1 + m.bias]]
         return ConversionStep(m.role, tuple(names), nbytes, partial(self._dequantized_tensors, m, location))
 
     def plan_vector(self, v: VectorSpec) -> ConversionStep:
@@ -303,7 +305,7 @@ class GgufPlanner(ConversionPlanner):
         self.checkpoint.describe(v.role)
         self._mark_used(v.role)
         location = self.target_location(v.role)
-        names = {key_at(location, suffix): suffix for suffix in ("weight", "bias")[: 1 + v.bias]}
+        names = {tensor_key(location, suffix): suffix for suffix in ("weight", "bias")[: 1 + v.bias]}
         size = 4 * max(torch.Size(shape).numel() for shape in v.shapes)
         return ConversionStep(
             v.role, tuple(names), size * len(names), partial(self._vector_tensors, v, names)
@@ -315,13 +317,13 @@ class GgufPlanner(ConversionPlanner):
         if unassigned:
             others = f" and {len(unassigned) - 1} more" if unassigned[1:] else ""
             raise Unsupported(
-                f"{self.checkpoint.files.entry(unassigned[0])}{others}: no part of this model uses it, and "
+                f"{self.checkpoint.files.info(unassigned[0])}{others}: no part of this model uses it, and "
                 "it has no name outside GGUF: it would be lost."
             )
         return ()
 
     def _mark_used(self, role: str) -> None:
-        stored = self.checkpoint.stored(role)
+        stored = self.checkpoint.find(role)
         assert stored is not None
         self.used_names |= {f"{stored.key}.weight", f"{stored.key}.bias"}
 
@@ -330,7 +332,7 @@ class GgufPlanner(ConversionPlanner):
             m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU
         )
         for suffix, tensor in dense_tensors(weight, location).items():
-            yield key_at(location, suffix), tensor
+            yield tensor_key(location, suffix), tensor
 
     def _vector_tensors(self, v: VectorSpec, names: dict[str, str]) -> NamedTensors:
         for name, suffix in names.items():

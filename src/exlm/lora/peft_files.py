@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint.file_access import damaged, quoted, read_small
-from ..checkpoint.safetensors_header import DTYPES, HeaderEntry, SafetensorsHeader, read_header
+from ..checkpoint.file_access import damaged, quoted, read_small_file
+from ..checkpoint.safetensors_files import DTYPES, SafetensorsHeader, TensorInfo, read_header
 from ..checkpoint.tensor_index import FLOAT_TYPES
 from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
 from ..spec.tensor_names import RowRange
@@ -122,7 +122,7 @@ class PeftConfig:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(read_small(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
+        raw = json.loads(read_small_file(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         if isinstance(error, BadFile):
             raise
@@ -259,18 +259,18 @@ class PeftReader:
         """The LoRA weights of each matrix the adapter changes, by role."""
         header, targets = read_header(self.path), TargetModules(self.model)
         found: dict[str, dict[str, str]] = {}  # module → A or B → stored name
-        for name, entry in header.entries.items():
+        for name, info in header.tensors.items():
             suffix = next((suffix for suffix in MATRIX_BY_SUFFIX if name.endswith(suffix)), None)
             module = name.removeprefix(PREFIX).removesuffix(suffix or BASE_WEIGHT_SUFFIX)
             target = targets.find(module)
             if suffix is None and name.endswith(BASE_WEIGHT_SUFFIX) and target is not None:
-                self._check_base_weight(name, entry, target)
+                self._check_base_weight(name, info, target)
                 continue
             if suffix is None or target is None:
                 raise self._unknown_tensor_error(name, targets)
             found.setdefault(module, {})[MATRIX_BY_SUFFIX[suffix]] = name
         if not found:
-            raise BadFile(f"{self.path}: expected LoRA tensors, found none among {len(header.entries)}.")
+            raise BadFile(f"{self.path}: expected LoRA tensors, found none among {len(header.tensors)}.")
         weights_by_role: dict[str, LoraWeights] = {}
         for module, stored_names in found.items():
             target = targets.find(module)
@@ -309,23 +309,23 @@ class PeftReader:
 
     def _tensor(self, header: SafetensorsHeader, name: str, shape: tuple[int, int]) -> Tensor:
         """A stored tensor as float32, its type, shape and values checked."""
-        entry = header.entries[name]
-        if entry.dtype not in FLOAT_TYPES:
+        info = header.tensors[name]
+        if info.dtype not in FLOAT_TYPES:
             raise BadTensor(
                 f"{self._location(name)}: expected one of the types {', '.join(FLOAT_TYPES)}, found "
-                f"{entry.dtype}."
+                f"{info.dtype}."
             )
-        if entry.shape != shape:
+        if info.shape != shape:
             raise BadTensor(
-                f"{self._location(name)}: expected shape {list(shape)}, found {list(entry.shape)}: the "
+                f"{self._location(name)}: expected shape {list(shape)}, found {list(info.shape)}: the "
                 "adapter was made for another model, or adapter_config.json is another adapter's."
             )
         with self.path.open("rb") as file:
-            file.seek(header.data + entry.start)
-            raw = bytearray(file.read(entry.stop - entry.start))
-        if len(raw) != entry.stop - entry.start:
-            raise damaged(self.path, f"expected {entry.stop - entry.start} bytes of {quoted(name)}")
-        values = torch.frombuffer(raw, dtype=DTYPES[entry.dtype]).view(shape).float()
+            file.seek(info.offset)
+            raw = bytearray(file.read(info.nbytes))
+        if len(raw) != info.nbytes:
+            raise damaged(self.path, f"expected {info.nbytes} bytes of {quoted(name)}")
+        values = torch.frombuffer(raw, dtype=DTYPES[info.dtype]).view(shape).float()
         if num_bad := int((~values.isfinite()).sum()):
             raise BadTensor(
                 f"{self._location(name)}: expected finite values, found {num_bad} of {values.numel()} NaN or "
@@ -343,13 +343,13 @@ class PeftReader:
             )
         return converted
 
-    def _check_base_weight(self, name: str, entry: HeaderEntry, target: TargetModule) -> None:
+    def _check_base_weight(self, name: str, info: TensorInfo, target: TargetModule) -> None:
         """Ignore a copy of the model's own weights, but refuse one that was resized."""
         shapes = [(target.out_features, target.in_features), (target.in_features, target.out_features)]
-        if entry.shape not in shapes:
+        if info.shape not in shapes:
             raise Unsupported(
                 f"{self._location(name)}: expected the model's own shape {list(shapes[0])}, found "
-                f"{list(entry.shape)}: it was resized for this adapter. {MERGE_ADVICE}"
+                f"{list(info.shape)}: it was resized for this adapter. {MERGE_ADVICE}"
             )
 
     def _unknown_tensor_error(self, name: str, targets: TargetModules) -> Unsupported | BadTensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import spec
 from ..checkpoint import WeightSource
-from ..checkpoint.tensor_index import key_at
+from ..checkpoint.tensor_index import tensor_key
 from ..config import Config, FrozenConfig
 from ..convert.plan import ConversionPlan
 from ..errors import Unsupported
@@ -89,7 +89,7 @@ class QuantContext:
         """A quantised matrix's tensors by their names in the new model."""
         location = self.model.names.locations_of(role)[0]
         tensors = exl2.write(weight) if self.config.method == "exl2" else gptq_format.write(weight)
-        return {key_at(location, suffix): tensor for suffix, tensor in tensors.items()}
+        return {tensor_key(location, suffix): tensor for suffix, tensor in tensors.items()}
 
 
 def check_shapes(wanted: Mapping[str, Matrix], method: str) -> None:

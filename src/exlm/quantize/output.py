@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import spec
 from ..atomic import atomic_dir, report_write_errors
-from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, WeightSource, save
+from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, WeightSource, save_sharded
 from ..config import FrozenConfig
 from ..convert.plan import ConversionPlan, vector_specs
 from ..convert.planners import FolderPlanner, GgufPlanner
@@ -86,7 +86,9 @@ def write_model(
     """
     plan = conversion_plan(frozen, source, roles)
     with atomic_dir(target, overwrite=overwrite) as hidden:
-        weights = save(hidden, _model_tensors(plan, frozen.spec, roles, matrices), shard_bytes=shard_bytes)
+        weights = save_sharded(
+            hidden, _model_tensors(plan, frozen.spec, roles, matrices), shard_bytes=shard_bytes
+        )
         with report_write_errors(target):
             _side_files(frozen, source, plan, quantization_config).write_to(hidden)
             for path in weights:

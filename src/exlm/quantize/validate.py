@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import SafetensorsFolder
-from ..checkpoint.tensor_index import key_at
+from ..checkpoint.tensor_index import tensor_key
 from ..config import Config
 from ..convert.plan import vector_specs
 from ..formats.bits import WORD_BITS
@@ -49,7 +49,7 @@ def validate_exl2(folder: str | Path) -> list[str]:
     expected: set[str] = set()
     for m in matrices(model):
         location = model.names.locations_of(m.role)[0]
-        names = {suffix: key_at(location, suffix) for suffix in (*TENSORS, "bias", "weight")}
+        names = {suffix: tensor_key(location, suffix) for suffix in (*TENSORS, "bias", "weight")}
         present = {s: files.load(stored[n]) for s, n in names.items() if n in stored}
         expected |= {n for s, n in names.items() if s in present}
         if m.role.endswith(".router"):
@@ -57,7 +57,7 @@ def validate_exl2(folder: str | Path) -> list[str]:
             continue
         violations += [f"{location.key}: {violation}" for violation in _check_matrix(m, present)]
     for role in ("embed", *(vector.role for vector in vector_specs(model))):
-        name = key_at(model.names.locations_of(role)[0], "weight")
+        name = tensor_key(model.names.locations_of(role)[0], "weight")
         expected |= {name, f"{name.removesuffix('weight')}bias"}
         if name not in stored:
             violations.append(f"{name} is missing.")

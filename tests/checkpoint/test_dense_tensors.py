@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exlm.checkpoint import SafetensorsCheckpoint, cast_copy
+from exlm.checkpoint import SafetensorsCheckpoint, safetensors_checkpoint
 from exlm.errors import BadTensor, MissingTensor
 from exlm.spec.tensor_names import LAYER_PREFIX, TensorLocation, TensorNames
 from tests.checkpoint.checkpoint_helpers import FLOATS, Q, open_checkpoint, read_tensor, read_weight
@@ -150,7 +150,7 @@ class TestOverflow:
     def test_overflow_is_counted_over_all_chunks(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cast_copy, "COPY_CHUNK", 8)
+        monkeypatch.setattr(safetensors_checkpoint, "COPY_CHUNK", 8)
         checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": torch.full((11,), 1e6)})
         with pytest.raises(BadTensor, match="11 of 11 values"):
             read_tensor(checkpoint, "final_norm", (11,), dtype=torch.float16)

@@ -1,11 +1,16 @@
-"""A model folder of safetensors files: which files and tensors it has, and their data on demand.
+"""The safetensors files of a model folder: their headers, which tensors they hold, and the data on demand.
+
+Headers are read with distrust: a number in one is checked against the file's size before memory is allocated
+for it. The `safetensors` library writes exlm's files but does not read them: it refuses a whole file for one
+tensor of an unknown type, its errors do not say what was expected and found where, and every page it has
+touched stays resident.
 
 The files found are the truth. `model.safetensors.index.json` is often a stale copy, so it only decides
 between two files that hold the same tensor, and explains what is missing.
 
 Data that is kept as it is stored is loaded: read into memory of its own, a large tensor by several threads.
-Data that is cast or converted is read as a view of the mapped file, whose pages can be released again, so
-that loading a model takes the memory of the model and not that of its files too. Names are the stored ones;
+Data that is cast or converted is a view of the mapped file, whose pages can be released again, so that
+loading a model takes the memory of the model and not that of its files too. Names are the stored ones;
 `tensor_index` maps a model's roles to them.
 """
 
@@ -19,13 +24,48 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path, PureWindowsPath
+from typing import Any
 
 import torch
 
 from ..errors import BadFile, BadTensor, CheckpointError, MissingTensor, ModelNotFound, UnsafeFile
 from ..formats.host_buffers import pooled_empty
-from .file_access import MappedFiles, check_size, damaged, load_json, quoted, read_small, refuse_pointer
-from .safetensors_header import DTYPES, MAX_HEADER, read_header
+from .file_access import (
+    MappedFiles,
+    check_size,
+    damaged,
+    parse_json,
+    quoted,
+    read_small_file,
+    refuse_lfs_pointer,
+    regular_file_size,
+)
+
+MAX_HEADER = 100_000_000
+MAX_RANK = 64
+MAX_ELEMENTS = 2**62
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+_FIELDS = ("dtype", "shape", "data_offsets")
+METADATA = "__metadata__"
 
 INDEX = "model.safetensors.index.json"
 
@@ -33,7 +73,7 @@ _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 _CONSOLIDATED = "consolidated"
 """Prefix of the files in which Mistral stores the same weights a second time, for its own program."""
 
-_SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors", re.DOTALL)
+_SHARD_NAME = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors", re.DOTALL)
 
 MAX_THREADS = 4
 """Threads that read one tensor: enough for a fast disk, and not too many for few cores."""
@@ -65,6 +105,125 @@ def flatten_experts(info: TensorInfo) -> TensorInfo:
     return replace(info, shape=(experts * rows, columns))
 
 
+# -- headers ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """A checked header: each tensor of a known type has the bytes its shape needs, and all fill the file."""
+
+    tensors: dict[str, TensorInfo]
+    file_size: int
+
+
+def read_header(path: Path) -> SafetensorsHeader:
+    """The checked header of a safetensors file; BadFile names the tensor that is wrong, and how."""
+    raw, size = _raw_header(path)
+    start = 8 + len(raw)  # of the data
+    tensors = {name: _tensor_info(path, name, value, start) for name, value in _parse(path, raw).items()}
+    _check_every_byte_is_used(path, tensors, start, size)
+    return SafetensorsHeader(tensors, size)
+
+
+def _raw_header(path: Path) -> tuple[bytes, int]:
+    size = regular_file_size(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+            refuse_lfs_pointer(path, start)
+            if size < 8:
+                raise damaged(path, f"expected at least 8 bytes of header length, found {size} bytes in all")
+            length = int.from_bytes(start[:8], "little")
+            if length > MAX_HEADER:
+                raise damaged(path, f"expected a header of at most {MAX_HEADER} bytes, found {length}")
+            if length > size - 8:
+                raise damaged(path, f"the header is said to take {length} bytes, but {size - 8} follow")
+            file.seek(8)
+            raw = file.read(length)
+    except OSError as error:
+        raise BadFile(f"{path}: cannot be read ({error.strerror}).") from error
+    if len(raw) != length:
+        raise damaged(path, f"expected {length} bytes of header, found {len(raw)}")
+    return raw, size
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+    # The entry of a tensor has three opening brackets in at least fifty bytes. Parsing brackets alone would
+    # take twenty times their size in memory.
+    if len(raw) > 2**20 and raw.count(b"[") + raw.count(b"{") > len(raw) // 12:
+        raise damaged(
+            path, f"expected a list of tensors as header, found brackets in most of {len(raw)} bytes"
+        )
+    try:
+        table = parse_json(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise damaged(path, f"the header is not UTF-8 at byte {8 + error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"the header is not the JSON it should be ({error})") from error
+    if not isinstance(table, dict):
+        raise damaged(path, f"expected a JSON object as header, found {quoted(table)}")
+    metadata = table.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise damaged(path, f"expected strings by name in {METADATA}, found {quoted(metadata)}")
+    return table
+
+
+def _tensor_info(path: Path, name: str, value: object, data_start: int) -> TensorInfo:
+    def wrong(expected: str, found: object) -> BadFile:
+        return damaged(path, f"tensor {quoted(name)}: expected {expected}, found {quoted(found)}")
+
+    if not isinstance(value, dict) or not all(field in value for field in _FIELDS):
+        raise wrong(f"an object with {', '.join(_FIELDS)}", value)
+    dtype, shape, offsets = (value[field] for field in _FIELDS)
+    if not isinstance(dtype, str):
+        raise wrong("a type name", dtype)
+    if not _whole_numbers(shape) or len(shape) > MAX_RANK:
+        raise wrong(f"a shape of at most {MAX_RANK} whole numbers", shape)
+    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise wrong("data_offsets of two rising whole numbers", offsets)
+    start, stop = offsets
+    elements = math.prod(shape)
+    # The other sizes of an empty tensor can still overflow the strides that torch computes.
+    if math.prod(filter(None, shape)) > MAX_ELEMENTS:
+        raise wrong(f"a shape of at most {MAX_ELEMENTS} elements", shape)
+    if dtype in DTYPES:
+        item = DTYPES[dtype].itemsize
+        if stop - start != elements * item:
+            raise wrong(f"{elements * item} bytes for {dtype} {quoted(shape)}", stop - start)
+        if start % item:
+            raise wrong(f"data_offsets that start at a multiple of {item} for {dtype}", offsets)
+    return TensorInfo(name, path, dtype, tuple(shape), stop - start, data_start + start)
+
+
+def _whole_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _check_every_byte_is_used(path: Path, tensors: dict[str, TensorInfo], start: int, size: int) -> None:
+    """Check that each data byte belongs to one tensor: no shifted, cut or lengthened file passes."""
+    last, end, stored = "", 0, size - start
+    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
+        first = info.offset - start
+        if first + info.nbytes > stored:
+            raise damaged(
+                path,
+                f"tensor {quoted(info.name)}: expected {first + info.nbytes} bytes of data, found {stored}; "
+                "it is cut short",
+            )
+        if first < end:
+            raise damaged(
+                path, f"tensors {quoted(last)} and {quoted(info.name)} overlap at data byte {first}"
+            )
+        if first > end:
+            raise damaged(path, f"tensor {quoted(info.name)}: expected to start at {end}, found {first}")
+        last, end = info.name, first + info.nbytes
+    if end != stored:
+        raise damaged(path, f"expected {end} bytes of data after the header, found {stored}")
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
 class SafetensorsFolder:
     """Every tensor of the `*.safetensors` files in a folder; headers are read at once, data on demand.
 
@@ -80,10 +239,8 @@ class SafetensorsFolder:
         self.index = read_index(folder)  # tensor name → file name
         for file in files:
             header = read_header(file)
-            sizes[file] = header.size
-            for name, entry in header.entries.items():
-                nbytes, offset = entry.stop - entry.start, header.data + entry.start
-                info = TensorInfo(name, file, entry.dtype, entry.shape, nbytes, offset)
+            sizes[file] = header.file_size
+            for name, info in header.tensors.items():
                 found.setdefault(name, []).append(info)
         self._tensors = {
             name: _resolve_duplicate(infos, self.index.get(name)) for name, infos in found.items()
@@ -112,10 +269,10 @@ class SafetensorsFolder:
         """What the header says of a tensor."""
         if name not in self._tensors:
             where = f"{self.folder}: tensor {quoted(name)}"
-            raise MissingTensor(f"{where} is in none of the files. {self.hint(name)}".rstrip())
+            raise MissingTensor(f"{where} is in none of the files. {self.explain_missing(name)}".rstrip())
         return self._tensors[name]
 
-    def hint(self, name: str) -> str:
+    def explain_missing(self, name: str) -> str:
         """Where the index says a missing tensor should be, as a sentence; empty if it says nothing."""
         file = self.index.get(name)
         if file is None:
@@ -147,7 +304,7 @@ class SafetensorsFolder:
         first, _ = self._row_bytes(info, start, start + len(target))
         self._fill(info, first, target)
 
-    def read(self, name: str) -> torch.Tensor:
+    def view(self, name: str) -> torch.Tensor:
         """A tensor on the CPU, as stored: a view of the file where the file's layout allows.
 
         Writing to it changes other views of the same tensor, but never the file. Copy what is to be kept,
@@ -156,7 +313,7 @@ class SafetensorsFolder:
         info = self.info(name)
         return self._view(info, info.offset, info.shape)
 
-    def read_rows(self, of: str | TensorInfo, start: int, stop: int) -> torch.Tensor:
+    def view_rows(self, of: str | TensorInfo, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` along the first dimension; the others are not touched."""
         info = self.info(of) if isinstance(of, str) else of
         first, _ = self._row_bytes(info, start, stop)
@@ -259,12 +416,12 @@ def read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     if not os.path.lexists(path):
         return {}
-    raw = read_small(path, MAX_HEADER)
-    refuse_pointer(path, raw)
+    raw = read_small_file(path, MAX_HEADER)
+    refuse_lfs_pointer(path, raw)
     remedy = "Delete it: the weights are found without it."
     try:
         # Some writers give `total_size` as a float (14483464192.0); it is not used.
-        table = load_json(raw.decode("utf-8"), fractions=True)
+        table = parse_json(raw.decode("utf-8"), allow_floats=True)
     except (ValueError, RecursionError) as error:
         raise BadFile(f"{path}: not the JSON it should be ({error}). {remedy}") from error
     files = table.get("weight_map") if isinstance(table, dict) else None
@@ -302,7 +459,7 @@ def _resolve_duplicate(infos: list[TensorInfo], indexed: str | None) -> TensorIn
 def _check_shards_complete(folder: Path, names: list[str]) -> None:
     sets: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
-        if match := _SHARD.fullmatch(name):
+        if match := _SHARD_NAME.fullmatch(name):
             sets.setdefault((match[1], match[3]), {})[int(match[2])] = match[2]
     for (prefix, total), present in sets.items():
         width = len(next(iter(present.values())))

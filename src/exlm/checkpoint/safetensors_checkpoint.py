@@ -2,12 +2,13 @@
 
 One call reads one matrix from top to bottom: find the role's tensors and their format, load them, have the
 format check and decode them, cut the matrix out of a fused one, move it, add the bias. Shapes are checked
-against those that the model's description expects, and nothing returned shares memory with the files.
+against those that the model's description expects, and nothing returned shares memory with the files: floats
+are cast as they are copied, a few megabytes at a time, and the file's pages are released as they are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from ..formats import DenseWeight, PackedWeight, Weight
 from ..formats.quantization_config import QuantizationConfig
 from ..formats.registry import DENSE, FORMATS, MatrixFormat
 from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
-from .cast_copy import CastErrors, copy_rows, copy_transposed
-from .safetensors_folder import SafetensorsFolder, TensorInfo, flatten_experts
-from .safetensors_header import DTYPES
-from .tensor_index import Shape, TensorIndex, accepted_shapes, key_at, num_rows
+from .safetensors_files import DTYPES, SafetensorsFolder, TensorInfo, flatten_experts
+from .tensor_index import Shape, TensorIndex, accepted_shapes, num_rows, tensor_key
+
+COPY_CHUNK = 8 * 2**20
+"""Bytes of a file that are cast at once."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,16 @@ class SafetensorsCheckpoint:
 
     def has(self, role: str) -> bool:
         """Whether the files hold this role, in whatever format."""
-        return self.stored(role) is not None
+        return self.find(role) is not None
 
-    def stored(self, role: str) -> TensorLocation | None:
+    def find(self, role: str) -> TensorLocation | None:
         """The location where the files hold this role."""
         found = self._index.find(role, self._markers)
         return found and found[0]
 
-    def check(self, role: str) -> None:
+    def check_unscaled(self, role: str) -> None:
         """`Unsupported` if the matrix that the files hold needs more than a product to be computed."""
-        if location := self.stored(role):
+        if location := self.find(role):
             self._index.check_unscaled(role, location)
 
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
@@ -85,10 +87,10 @@ class SafetensorsCheckpoint:
             words = fmt.name
             if fmt.describe is not None:
                 words = fmt.describe(
-                    shapes, lambda suffix: self.files.read(stored[suffix].name), self.quantization
+                    shapes, lambda suffix: self.files.view(stored[suffix].name), self.quantization
                 )
             return words, sum(info.nbytes for info in stored.values())
-        info = self._index.info(key_at(location, DENSE.marker))
+        info = self._index.info(tensor_key(location, DENSE.marker))
         total = info.nbytes
         if location.expert_rows:
             total = total * location.rows_per_expert // max((1, *flatten_experts(info).shape[:1]))
@@ -117,7 +119,7 @@ class SafetensorsCheckpoint:
         `shape` is the only one accepted or several of them; with `finite`, NaN or infinity in it is an error.
         """
         location = self._locate_floats(role, suffix)
-        info = self._index.use_floats(key_at(location, suffix))
+        info = self._index.use_floats(tensor_key(location, suffix))
         spans = location.rows or ((0, info.shape[0] if info.shape else 1),)
         found = (num_rows(spans), *info.shape[1:]) if info.shape else ()
         shapes = accepted_shapes(shape)
@@ -152,12 +154,12 @@ class SafetensorsCheckpoint:
         """The matrix as its format decodes it: the requested outputs, on their device."""
         role, location = request.role, request.location
         if fmt.read is None:
-            info = self._index.info(key_at(location, fmt.marker))
+            info = self._index.info(tensor_key(location, fmt.marker))
             raise Unsupported(f"{info}: {role} is stored as {fmt.name}, which this version cannot read.")
         infos = {
             suffix: self._index.use(key)
             for suffix in fmt.tensors
-            if (key := key_at(location, suffix)) in self._index
+            if (key := tensor_key(location, suffix)) in self._index
         }
         where = f"{next(iter(infos.values())).file}: {location.key}"
         tensors = {suffix: self.files.load(info.name) for suffix, info in infos.items()}
@@ -170,7 +172,7 @@ class SafetensorsCheckpoint:
     def _read_dense(self, request: WeightRequest) -> DenseWeight:
         """A matrix of plain floats: a whole tensor or some of its rows, transposed if stored (in, out)."""
         location, n, k = request.location, request.out_features, request.in_features
-        info = self._index.use_floats(key_at(location, DENSE.marker))
+        info = self._index.use_floats(tensor_key(location, DENSE.marker))
         info = flatten_experts(info) if location.expert_rows else info
         outputs = self._index.stored_outputs(request.role, location, n)
         rows, columns = (k, outputs) if location.transposed else (outputs, k)
@@ -241,7 +243,7 @@ class SafetensorsCheckpoint:
         for one in roles:
             if found := self._index.find(one, self._markers):
                 return found[0], self._formats[self._markers.index(found[1])]
-        keys = [key_at(location, "weight") for one in roles for location in self.names.locations_of(one)]
+        keys = [tensor_key(location, "weight") for one in roles for location in self.names.locations_of(one)]
         raise self._index.missing(role, keys)
 
     def _locate_floats(self, role: str, suffix: str) -> TensorLocation:
@@ -250,13 +252,116 @@ class SafetensorsCheckpoint:
         if suffix == DENSE.marker:
             location, fmt = self._locate(role, None)
             raise Unsupported(
-                f"{self._index.info(key_at(location, fmt.marker))}: {role} is stored as {fmt.name}; "
+                f"{self._index.info(tensor_key(location, fmt.marker))}: {role} is stored as {fmt.name}; "
                 "expected plain floats."
             )
         raise self._index.missing(
             f"the {suffix} of {role}",
-            [key_at(location, suffix) for location in self.names.locations_of(role)],
+            [tensor_key(location, suffix) for location in self.names.locations_of(role)],
         )
+
+
+# -- casts -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class CastErrors:
+    """Counts of values that a copy could not represent."""
+
+    overflowed: int = 0  # finite as stored, infinite in the target's type
+    non_finite: int = 0  # NaN or infinite as stored
+
+
+def copy_rows(
+    files: SafetensorsFolder,
+    info: TensorInfo,
+    spans: Sequence[RowRange],
+    target: torch.Tensor,
+    *,
+    check: bool = False,
+) -> CastErrors:
+    """Fill `target` with these rows of a tensor, one span after the other.
+
+    Errors are counted where the target's type is narrower than the stored one, and elsewhere with `check`.
+    """
+    errors = CastErrors()
+    if not info.shape:
+        _cast_into(files.view(info.name), target, errors, check)
+        return errors
+    as_stored = target.device.type == "cpu" and target.dtype is files.dtype(info.name)
+    at = 0
+    for first, last in spans:
+        part = target[at : at + last - first]
+        if as_stored:
+            files.load_rows(info, first, part)
+            _count_errors(part, part, errors, check)
+        else:
+            _cast_rows(files, info, (first, last), part, errors, check)
+        at += last - first
+    return errors
+
+
+def copy_transposed(
+    files: SafetensorsFolder,
+    info: TensorInfo,
+    rows: RowRange,
+    spans: Sequence[RowRange],
+    target: torch.Tensor,
+) -> CastErrors:
+    """Fill `target` with the transpose of these columns of some rows, one span after the other."""
+    errors = CastErrors()
+    for start, stop in _chunks(info, *rows):
+        source = files.view_rows(info, start, stop).to(target.device)
+        at = 0
+        for first, last in spans:
+            part = target[at : at + last - first, start - rows[0] : stop - rows[0]]
+            _cast_into(source[:, first:last].T, part, errors, check=False)
+            at += last - first
+        files.release(info, start, stop)
+    files.release(info)
+    return errors
+
+
+def _cast_rows(
+    files: SafetensorsFolder,
+    info: TensorInfo,
+    rows: RowRange,
+    target: torch.Tensor,
+    errors: CastErrors,
+    check: bool,
+) -> None:
+    for start, stop in _chunks(info, *rows):
+        part = target[start - rows[0] : stop - rows[0]]
+        _cast_into(files.view_rows(info, start, stop), part, errors, check)
+        files.release(info, start, stop)
+    files.release(info)
+
+
+def _chunks(info: TensorInfo, first: int, last: int) -> Iterator[RowRange]:
+    rows = info.shape[0]
+    step = max(1, COPY_CHUNK * rows // max(1, info.nbytes))
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
+
+
+def _cast_into(source: torch.Tensor, target: torch.Tensor, errors: CastErrors, check: bool) -> None:
+    # Cast on the target's device and into the target: temporary blocks of this size would fragment the CPU's
+    # heap, and the process would grow by as much with each tensor.
+    source = source.to(target.device)
+    target.copy_(source)
+    narrows = torch.finfo(target.dtype).max < torch.finfo(source.dtype).max
+    _count_errors(source, target, errors, check or narrows)
+
+
+def _count_errors(source: torch.Tensor, target: torch.Tensor, errors: CastErrors, check: bool) -> None:
+    if not check or not target.numel():
+        return
+    # One pass finds whether anything is not finite: aminmax propagates NaN.
+    low, high = torch.aminmax(target)
+    if not (low.isfinite() and high.isfinite()):
+        unbounded = source.numel() - int(source.isfinite().sum())
+        errors.non_finite += unbounded
+        errors.overflowed += target.numel() - int(target.isfinite().sum()) - unbounded
 
 
 def _check_overflow(info: TensorInfo, copied: torch.Tensor, errors: CastErrors) -> None:

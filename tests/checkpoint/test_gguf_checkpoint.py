@@ -14,7 +14,7 @@ import torch
 
 from exlm import spec
 from exlm.checkpoint import SafetensorsCheckpoint
-from exlm.checkpoint.gguf_reader import GgufCheckpoint
+from exlm.checkpoint.gguf_checkpoint import GgufCheckpoint
 from exlm.errors import BadFile, BadTensor, MissingTensor
 from exlm.families import ConfigReader, build_spec
 from exlm.families.gguf import config_from_metadata
@@ -57,15 +57,17 @@ def test_every_role_comes_back(variant: str, tmp_path: Path) -> None:
     assert checkpoint.unused() == []
 
 
-@pytest.mark.parametrize(("variant", "turned"), [("llama", True), ("qwen2", False)])
-def test_biases_of_q_and_k_are_ordered_as_their_matrices(variant: str, turned: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "reordered"), [("llama", True), ("qwen2", False)])
+def test_biases_of_q_and_k_are_ordered_as_their_matrices(
+    variant: str, reordered: bool, tmp_path: Path
+) -> None:
     bias = torch.arange(64.0)
     pairs = bias.view(4, 2, 8).swapaxes(1, 2).flatten()  # heads of 16: each pair of halves side by side
 
     def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["blk.0.attn_q.bias"] = pairs if turned else bias
+        tensors["blk.0.attn_q.bias"] = pairs if reordered else bias
 
-    checkpoint = rewritten(tmp_path / "m.gguf", variant, add)
+    checkpoint = rewrite_tensors(tmp_path / "m.gguf", variant, add)
     found = weight(checkpoint, "layers.0.attn.q", 64, 64, bias=True, dtype=torch.float16)
     assert torch.equal(found.bias, bias.half())
 
@@ -130,7 +132,7 @@ def test_a_tensor_scale_is_applied(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     model, roles = gguf_models.write_model(
-        tmp_path / "m.gguf", "gemma", kind="Q8_0", leave=("output.weight",)
+        tmp_path / "m.gguf", "gemma", kind="Q8_0", leave_out=("output.weight",)
     )
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     assert model.head.tied
@@ -147,10 +149,10 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
 
 def _logits(model: Any, checkpoint: Any) -> torch.Tensor:
     decoder = list(Builder(model, checkpoint, backends_for(CPU, F32), 64).build())[-1]
-    return _answer(model, decoder, torch.arange(20).view(2, 10))
+    return _logits_of(model, decoder, torch.arange(20).view(2, 10))
 
 
-def _answer(model: spec.Model, decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
+def _logits_of(model: spec.Model, decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
     """Logits of rows without cached tokens."""
     rows, tokens = ids.shape
     none = torch.zeros(rows, 1, dtype=torch.long)
@@ -183,7 +185,7 @@ def test_a_gguf_model_gives_the_logits_of_its_folder(tmp_path: Path) -> None:
     assert torch.equal(_logits(model, converted), _logits(model, files))
 
 
-def rewritten(path: Path, variant: str, change: Any) -> GgufCheckpoint:
+def rewrite_tensors(path: Path, variant: str, change: Any) -> GgufCheckpoint:
     """A tiny model's file with some tensors changed."""
     model, roles = gguf_models.write_model(path, variant)
     tensors = gguf_models.converted_tensors(model, gguf_models.VARIANTS[variant][0], roles)
@@ -194,7 +196,7 @@ def rewritten(path: Path, variant: str, change: Any) -> GgufCheckpoint:
 
 
 def test_a_missing_role_is_named(tmp_path: Path) -> None:
-    checkpoint = rewritten(tmp_path / "m.gguf", "qwen2", lambda t: t.pop("blk.1.attn_k.bias"))
+    checkpoint = rewrite_tensors(tmp_path / "m.gguf", "qwen2", lambda t: t.pop("blk.1.attn_k.bias"))
     with pytest.raises(
         MissingTensor, match=r"the bias of layers\.1\.attn\.k is missing.*'blk\.1\.attn_k\.bias'"
     ):
@@ -207,9 +209,9 @@ def test_an_unexpected_bias_is_refused_unless_zero(tmp_path: Path) -> None:
     def add(value: float) -> Any:
         return lambda tensors: tensors.update({"blk.0.ffn_up.bias": torch.full((96,), value)})
 
-    silent = rewritten(tmp_path / "a.gguf", "llama", add(0.0))
+    silent = rewrite_tensors(tmp_path / "a.gguf", "llama", add(0.0))
     assert weight(silent, "layers.0.mlp.up", 64, 96).bias is None
-    loud = rewritten(tmp_path / "b.gguf", "llama", add(0.5))
+    loud = rewrite_tensors(tmp_path / "b.gguf", "llama", add(0.5))
     with pytest.raises(BadTensor, match="found 96 of 96 not zero"):
         weight(loud, "layers.0.mlp.up", 64, 96)
 
@@ -232,11 +234,11 @@ def test_shapes_are_checked(variant: str, role: str, inputs: int, outputs: int, 
 
 
 def test_tensors_are_checked(tmp_path: Path) -> None:
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+    def add_wrong_tensors(tensors: dict[str, torch.Tensor]) -> None:
         tensors["output_norm.weight"][3] = float("nan")
         tensors["token_embd.weight"][5, 5] = 1e6
 
-    checkpoint = rewritten(tmp_path / "m.gguf", "llama", spoil)
+    checkpoint = rewrite_tensors(tmp_path / "m.gguf", "llama", add_wrong_tensors)
     with pytest.raises(BadTensor, match="expected finite values"):
         checkpoint.tensor("final_norm", (64,), dtype=F32, device=CPU, finite=True)
     with pytest.raises(BadTensor, match=r"expected shape \[63\] or \[2, 64\] for final_norm, found \[64\]"):
@@ -252,13 +254,15 @@ def test_what_is_read_shares_no_memory_with_the_file(tmp_path: Path) -> None:
     model, roles = gguf_models.write_model(tmp_path / "m.gguf", "llama")
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     up = weight(checkpoint, "layers.0.mlp.up", 64, 96, dtype=None)
-    checkpoint.files.read("blk.0.ffn_up.weight").zero_()
+    checkpoint.files.view("blk.0.ffn_up.weight").zero_()
     assert torch.equal(up.data, roles["layers.0.mlp.up"])
     assert model.layers[0].mlp.width == 96
 
 
 def test_unused_tensors_are_listed(tmp_path: Path) -> None:
-    checkpoint = rewritten(tmp_path / "m.gguf", "llama", lambda t: t.update({"strange": torch.zeros(4)}))
+    checkpoint = rewrite_tensors(
+        tmp_path / "m.gguf", "llama", lambda t: t.update({"strange": torch.zeros(4)})
+    )
     weight(checkpoint, "head", 64, 64)
     unused = checkpoint.unused()
     assert "strange" in unused
@@ -287,7 +291,7 @@ def test_smollm2(fixtures_dir: Path) -> None:
     assert checkpoint.unused() == []
     for case in json.loads((fixtures_dir / "reference" / "smollm2.json").read_text())["cases"]:
         prompt, answer = case["input_ids"], case["greedy_ids_64"]
-        logits = _answer(model, decoder, torch.tensor([prompt + answer[:-1]]))[0, len(prompt) - 1 :]
+        logits = _logits_of(model, decoder, torch.tensor([prompt + answer[:-1]]))[0, len(prompt) - 1 :]
         for number, value in case["first_step_top5"]:
             assert float(logits[0, number]) == pytest.approx(value, abs=0.1)
         best = logits.topk(2)

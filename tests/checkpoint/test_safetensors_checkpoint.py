@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from exlm.checkpoint import SafetensorsCheckpoint, cast_copy
+from exlm.checkpoint import SafetensorsCheckpoint, safetensors_checkpoint
 from exlm.errors import BadFile, BadTensor, MissingTensor, Unsupported
 from exlm.formats import DenseWeight
 from exlm.formats.quantization_config import QuantizationConfig
@@ -21,7 +21,7 @@ from tests.checkpoint.safetensors_bytes import same_bits, write_index, write_saf
 
 
 @st.composite
-def _cuts(draw: st.DrawFn) -> tuple[int, tuple[RowRange, ...]]:
+def _row_ranges(draw: st.DrawFn) -> tuple[int, tuple[RowRange, ...]]:
     """A number of rows, and spans of them in any order that reach the last row."""
     total = draw(st.integers(1, 9))
     marks = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=4))})
@@ -31,7 +31,7 @@ def _cuts(draw: st.DrawFn) -> tuple[int, tuple[RowRange, ...]]:
 
 
 @given(
-    cuts=_cuts(),
+    cuts=_row_ranges(),
     k=st.integers(1, 6),
     stored=st.sampled_from(FLOATS),
     wanted=st.sampled_from(FLOATS),
@@ -52,9 +52,9 @@ def test_rows_equal_sliced_tensors(
     chunk: int,
 ) -> None:
     total, spans = cuts
-    whole, offsets = torch.randn(total, k).to(stored), torch.randn(total).to(stored)
+    full, offsets = torch.randn(total, k).to(stored), torch.randn(total).to(stored)
     key = "model.layers.2.self_attn.packed"
-    tensors = {key if bare else f"{key}.weight": whole.T.contiguous() if transposed else whole, "x": whole}
+    tensors = {key if bare else f"{key}.weight": full.T.contiguous() if transposed else full, "x": full}
     if bias:
         tensors[f"{key}.bias"] = offsets
     place = TensorLocation(
@@ -64,10 +64,10 @@ def test_rows_equal_sliced_tensors(
         tmp_path_factory.mktemp("m"), tensors, TensorNames().with_locations(attn__q=place)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cast_copy, "COPY_CHUNK", chunk)
+        patch.setattr(safetensors_checkpoint, "COPY_CHUNK", chunk)
         n = sum(stop - start for start, stop in spans)
         weight = read_weight(checkpoint, "layers.2.attn.q", k, n, bias=bias, dtype=wanted)
-    assert same_bits(weight.data, torch.cat([whole[a:b] for a, b in spans]).to(wanted))
+    assert same_bits(weight.data, torch.cat([full[a:b] for a, b in spans]).to(wanted))
     assert weight.data.is_contiguous()
     if bias:
         assert weight.bias is not None
@@ -75,7 +75,7 @@ def test_rows_equal_sliced_tensors(
     else:
         assert weight.bias is None
     assert checkpoint.unused() == ["x"]
-    assert checkpoint.describe("layers.2.attn.q")[1] == (n * k + n * bias) * whole.element_size()
+    assert checkpoint.describe("layers.2.attn.q")[1] == (n * k + n * bias) * full.element_size()
 
 
 def test_the_copy_shares_no_memory_with_the_file(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_stacked_experts_of_two_parts(tmp_path: Path, transposed: bool) -> None:
     )
     checkpoint = open_checkpoint(tmp_path, {"model.layers.1.experts.w": stacked}, names)
     for e in range(experts):
-        whole = stacked[e * stack : (e + 1) * stack]
-        gate, up = (whole.T if transposed else whole).split(inner)
+        full = stacked[e * stack : (e + 1) * stack]
+        gate, up = (full.T if transposed else full).split(inner)
         for role, data in (("gate", gate), ("up", up)):
             assert same_bits(
                 read_weight(checkpoint, f"layers.1.mlp.experts.{e}.{role}", hidden, inner).data, data
@@ -147,7 +147,7 @@ def test_the_first_location_wins_over_the_format(tmp_path: Path) -> None:
         tmp_path / "a", {"model.layers.0.packed.weight": packed, "model.layers.0.alone.weight": alone}, names
     )
     assert same_bits(read_weight(both, "layers.0.attn.q", 3, 2).data, alone)
-    assert both.stored("layers.0.attn.q") == TensorLocation("model.layers.0.alone")
+    assert both.find("layers.0.attn.q") == TensorLocation("model.layers.0.alone")
     one = open_checkpoint(tmp_path / "b", {"model.layers.0.packed.weight": packed}, names)
     assert same_bits(read_weight(one, "layers.0.attn.q", 3, 2).data, packed)
     quantised = {"model.layers.0.packed.q_weight": packed, "model.layers.0.alone.weight": alone}
@@ -316,24 +316,26 @@ class TestQuantised:
         checkpoint = open_checkpoint(tmp_path / "scaled", tensors, names)
         for ask in (
             lambda: read_weight(checkpoint, "layers.0.mlp.down", 4, 4),
-            lambda: checkpoint.check("layers.0.mlp.down"),
+            lambda: checkpoint.check_unscaled("layers.0.mlp.down"),
         ):
             with pytest.raises(
                 Unsupported, match=r"act\.scales': the inputs of layers\.0\.mlp\.down are to be"
             ):
                 ask()
-        checkpoint.check("layers.0.mlp.up")
+        checkpoint.check_unscaled("layers.0.mlp.up")
 
     @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-    @pytest.mark.parametrize("told", [False, True])
-    def test_a_matrix_with_its_own_width_is_described(self, tmp_path: Path, bits: int, told: bool) -> None:
+    @pytest.mark.parametrize("bits_in_config", [False, True])
+    def test_a_matrix_with_its_own_width_is_described(
+        self, tmp_path: Path, bits: int, bits_in_config: bool
+    ) -> None:
         """Where `dynamic` gives matrices their own widths, the config has none."""
         shapes = {"qweight": (64 * bits // 32, 32), "qzeros": (2, bits), "scales": (2, 32)}
         write_safetensors(
             tmp_path, {f"{Q}.{name}": torch.ones(size, dtype=torch.int32) for name, size in shapes.items()}
         )
         checkpoint = SafetensorsCheckpoint.open(
-            tmp_path, TensorNames(), QuantizationConfig(bits if told else None)
+            tmp_path, TensorNames(), QuantizationConfig(bits if bits_in_config else None)
         )
         assert checkpoint.describe("layers.0.attn.q")[0] == f"gptq {bits} bit, groups of 32"
 
@@ -365,7 +367,7 @@ def test_describe_does_not_mark_a_tensor_as_used(tmp_path: Path) -> None:
     )
     assert checkpoint.has("final_norm")
     assert not checkpoint.has("embed")
-    assert checkpoint.stored("embed") is None
+    assert checkpoint.find("embed") is None
     assert checkpoint.describe("final_norm") == ("dense float32", 16)
     assert checkpoint.unused() == ["lm_head.weight", "model.norm.weight"]
     read_tensor(checkpoint, "final_norm", (4,))
@@ -377,7 +379,7 @@ def test_real_files(fixtures_dir: Path) -> None:
     info = checkpoint.files.info("model.embed_tokens.weight")
     vocab, hidden = info.shape
     embed = read_tensor(checkpoint, "embed", (vocab, hidden))
-    assert same_bits(embed, checkpoint.files.read(info.name).float())
+    assert same_bits(embed, checkpoint.files.view(info.name).float())
     head = read_weight(checkpoint, "head", hidden, vocab, fallback="embed")
     assert head.data.shape == (vocab, hidden)
     for folder in sorted(fixtures_dir.glob("*-exl2-*")):
@@ -391,7 +393,7 @@ def test_real_files(fixtures_dir: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 def test_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transposed: bool) -> None:
-    monkeypatch.setattr(cast_copy, "COPY_CHUNK", 1000)
+    monkeypatch.setattr(safetensors_checkpoint, "COPY_CHUNK", 1000)
     data, device = torch.randn(64, 48).bfloat16(), torch.device("cuda")
     names = TensorNames().with_locations(
         attn__q=TensorLocation(LAYER_PREFIX + "self_attn.q_proj", transposed=transposed)
