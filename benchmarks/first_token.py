@@ -119,9 +119,9 @@ def first_token(folder: Path, device: str, start: float, profile: bool) -> dict[
     times = Timeline(start)
     times.mark("interpreter")
     if device.startswith("cuda"):
-        from exlm.cli.cuda_warmup import make_context
+        from exlm.cli.startup import create_context
 
-        make_context()  # as the command line does
+        create_context()  # as the command line does
     import torch
 
     times.mark("import torch")

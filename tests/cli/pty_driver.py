@@ -1,4 +1,4 @@
-"""Runs the command line on a terminal with slow answers: TTY ARGUMENTS… The process must lead a session."""
+"""Runs the command line on a terminal with slow answers: TTY ARGUMENTS… It must be a session leader."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from exlm.cli.__main__ import main
 from exlm.cli.model_session import ModelSession
 
 STEP = "[step]"
-PAUSE = 0.02
+SECONDS_PER_STEP = 0.02
 
 
 def slow_down() -> None:
     """Make answers long and each step slow, and print a mark on the terminal for every step."""
-    real = Generator.iterate
+    original = Generator.iterate
 
     def iterate(self: Generator) -> Any:
         print(STEP, file=sys.stderr, flush=True)
-        time.sleep(PAUSE)
-        return real(self)
+        time.sleep(SECONDS_PER_STEP)
+        return original(self)
 
     Generator.iterate = iterate  # type: ignore[method-assign]
     ModelSession.stop_conditions = property(lambda self: [])  # type: ignore[assignment, method-assign]

@@ -32,25 +32,25 @@ CTRL_C = "\x03"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"), max_position_embeddings=2048)
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
 
 
-class Endless(ModelSession):
-    """A model without stop conditions."""
+class EndlessSession(ModelSession):
+    """A model whose answers end only at their token limit."""
 
     @property
-    def stops(self) -> list[int | str]:
+    def stop_conditions(self) -> list[int | str]:
         return []
 
 
 @pytest.fixture(scope="module")
 def session(folder: Path) -> ModelSession:
-    session = Endless.open(str(folder), max_seq_len=None, device=None, dtype=None, quiet=True)
+    session = EndlessSession.open(str(folder), max_seq_len=None, device=None, dtype=None, quiet=True)
     session.load(1, 511)
     return session
 
 
-class Typed(MessageReader):
+class ScriptedReader(MessageReader):
     """A reader that returns these messages; None is a Ctrl-C in the middle of a line."""
 
     def __init__(self, *messages: str | None) -> None:
@@ -66,26 +66,28 @@ class Typed(MessageReader):
 
 
 def chat_of(session: ModelSession, *messages: str | None, **options: Any) -> Chat:
-    talk = Conversation(Settings.greedy(), **{"max_new_tokens": 400, **options})
-    return Chat(session, talk, Typed(*messages), stats=False, quiet=True)
+    conversation = Conversation(Settings.greedy(), **{"max_new_tokens": 400, **options})
+    return Chat(session, conversation, ScriptedReader(*messages), stats=False, quiet=True)
 
 
 @contextmanager
-def interrupted(session: ModelSession, monkeypatch: pytest.MonkeyPatch, *steps: int) -> Iterator[list[int]]:
+def sigint_at_steps(
+    session: ModelSession, monkeypatch: pytest.MonkeyPatch, *steps: int
+) -> Iterator[list[int]]:
     """Press Ctrl-C just before these steps of the generator; returns the number of steps made."""
-    made: list[int] = []
+    steps_made: list[int] = []
     generator: Any = session.generator
-    real = generator.iterate
+    original = generator.iterate
 
     def iterate() -> Any:
-        made.append(len(made))
-        if made[-1] in steps:
+        steps_made.append(len(steps_made))
+        if steps_made[-1] in steps:
             signal.raise_signal(signal.SIGINT)
-        return real()
+        return original()
 
     with monkeypatch.context() as patch:
         patch.setattr(generator, "iterate", iterate)
-        yield made
+        yield steps_made
     assert generator.num_remaining_jobs() == 0
 
 
@@ -94,38 +96,37 @@ def test_ctrl_c_ends_an_answer_within_a_step(
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
     chat = chat_of(session, "Hi", "/set max_new_tokens 3", "And now?")
-    with interrupted(session, monkeypatch, 7) as made:
+    with sigint_at_steps(session, monkeypatch, 7) as steps_made:
         chat.run()
     first, second = chat.conversation.turns
     assert first.assistant
     assert second.assistant  # the program continued
-    assert 8 < len(made) < 16
+    assert 8 < len(steps_made) < 16
     assert capfd.readouterr().err.count("(stopped)") == 1
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_before_the_first_step(session: ModelSession, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of(session, "Hi", "/quit")
-    with interrupted(session, monkeypatch, 0) as made:
+    with sigint_at_steps(session, monkeypatch, 0) as steps_made:
         chat.run()
-    assert len(made) == 1
+    assert len(steps_made) == 1
 
 
 def test_repeated_ctrl_c_stops_one_answer(session: ModelSession, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of(session, "Hi", "Again", "/quit", max_new_tokens=5)
-    real = Chat._note
+    original = Chat._note
 
-    def tell(self: Chat, text: str) -> None:
+    def note(self: Chat, text: str) -> None:
         for _ in range(3):  # also outside of generating and typing
             signal.raise_signal(signal.SIGINT)
-        real(self, text)
+        original(self, text)
 
-    monkeypatch.setattr(Chat, "_note", tell)
-    with interrupted(session, monkeypatch, 3, 4):
+    monkeypatch.setattr(Chat, "_note", note)
+    with sigint_at_steps(session, monkeypatch, 3, 4):
         chat.run()
-    assert (
-        len(chat.conversation.turns) == 1
-    )  # those that arrive while "(stopped)" is printed count at the prompt: twice
+    # The signals that arrive while "(stopped)" is printed count at the prompt: twice.
+    assert len(chat.conversation.turns) == 1
     assert chat.leaving is False
 
 
@@ -139,19 +140,19 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_twice_leaves(
 
 
 def test_an_interrupt_between_typing_and_answering_is_not_lost() -> None:
-    interrupts = SigintHandler()
-    with interrupts.installed():
+    handler = SigintHandler()
+    with handler.installed():
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.stop_requested
-        with pytest.raises(KeyboardInterrupt), interrupts.typing():
-            pytest.fail("the wish was made before")
-        with interrupts.typing():
+        assert handler.stop_requested
+        with pytest.raises(KeyboardInterrupt), handler.typing():
+            pytest.fail("the stop was requested before")
+        with handler.typing():
             pass
-        assert not interrupts.take_request()
-        with pytest.raises(KeyboardInterrupt), interrupts.typing():
+        assert not handler.take_request()
+        with pytest.raises(KeyboardInterrupt), handler.typing():
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.take_request()
+        assert handler.take_request()
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
@@ -176,7 +177,7 @@ class Terminal:
 
 
 @contextmanager
-def chatting(folder: Path, cache: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
+def running_chat(folder: Path, cache: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
     """`exlm chat` on a terminal, past its greeting; every token takes a while and prints a mark."""
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "tests.cli.pty_driver", os.ttyname(slave)]
@@ -202,7 +203,7 @@ def chatting(folder: Path, cache: Path) -> Iterator[tuple[Terminal, subprocess.P
 
 def test_on_a_terminal(folder: Path, tmp_path: Path) -> None:
     """Two pasted lines are one message; Ctrl-C stops an answer, drops a line or leaves; history is kept."""
-    with chatting(folder, tmp_path) as (terminal, process):
+    with running_chat(folder, tmp_path) as (terminal, process):
 
         def say(text: str) -> None:
             terminal.expect("> ")

@@ -13,14 +13,14 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from exlm import CACHES, LLM, Config, InputError, Model, ModelNotFound, Tokenizer, Unsupported
-from exlm.cli import generate as generating
 from exlm.cli.__main__ import app
+from exlm.cli.generate import _is_model
 from tests import tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"))
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("model"))
 
 
 def run(*arguments: str, input: str | None = None) -> str:
@@ -48,7 +48,7 @@ def greedy(folder: Path, ids: torch.Tensor, count: int) -> list[int]:
 
 def test_info(folder: Path) -> None:
     text = run("info", str(folder))
-    for words in (
+    for expected in (
         "LlamaForCausalLM",
         "2 of width 32",
         "259",
@@ -57,7 +57,7 @@ def test_info(folder: Path) -> None:
         "reference",
         "mlp.down",
     ):
-        assert words in text
+        assert expected in text
     assert text.count("attn.q") == 1  # equal layers share a line
     assert run("info", str(folder), "--layers").count("attn.q") == 2
 
@@ -71,17 +71,17 @@ def test_info_spec(folder: Path) -> None:
 def test_generate_continues_a_prompt(folder: Path) -> None:
     tokenizer = Tokenizer(Config(folder))
     ids = tokenizer.encode("Hello", add_bos=True)
-    want = tokenizer.decode(torch.tensor(greedy(folder, ids, 12)))
-    assert run("generate", str(folder), "Hello", "--raw", "-n", "12", "-q") == want + "\n"
-    assert run("generate", str(folder), "-", "--raw", "-n", "12", "-q", input="Hello") == want + "\n"
+    expected = tokenizer.decode(torch.tensor(greedy(folder, ids, 12)))
+    assert run("generate", str(folder), "Hello", "--raw", "-n", "12", "-q") == expected + "\n"
+    assert run("generate", str(folder), "-", "--raw", "-n", "12", "-q", input="Hello") == expected + "\n"
 
 
 def test_generate_goes_through_the_chat_template(folder: Path) -> None:
     tokenizer = Tokenizer(Config(folder))
     prompt = "<s>system: Be brief.\n<s>user: Hi\nassistant:"
     ids = tokenizer.encode(prompt, encode_special_tokens=True)
-    want = tokenizer.decode(torch.tensor(greedy(folder, ids, 5)))
-    assert run("generate", str(folder), "Hi", "--system", "Be brief.", "-n", "5", "-q") == want + "\n"
+    expected = tokenizer.decode(torch.tensor(greedy(folder, ids, 5)))
+    assert run("generate", str(folder), "Hi", "--system", "Be brief.", "-n", "5", "-q") == expected + "\n"
 
 
 def test_the_same_seed_gives_the_same_text(folder: Path) -> None:
@@ -95,8 +95,8 @@ def test_every_option_has_a_long_name(folder: Path) -> None:
     assert run("generate", str(folder), "Hi", "-n", "9", "--temperature", "1.5", "--quiet") == short
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
         for one in command.params:
-            said = one.param_type_name == "argument" or any(word[:2] == "--" for word in one.opts)
-            assert said, (name, one.name)
+            has_long_name = one.param_type_name == "argument" or any(word[:2] == "--" for word in one.opts)
+            assert has_long_name, (name, one.name)
 
 
 def test_quiet_hides_progress_and_statistics(folder: Path) -> None:
@@ -127,8 +127,8 @@ def test_generate_with_a_model_and_no_prompt_is_an_error(folder: Path, tmp_path:
     for model in (folder, file, tmp_path):
         with pytest.raises(InputError, match="is a model, and there is no prompt"):
             run("generate", str(model))
-    assert not generating._is_model(str(folder / "nowhere"))
-    assert not generating._is_model("Why is the sky blue? " * 1000)
+    assert not _is_model(str(folder / "nowhere"))
+    assert not _is_model("Why is the sky blue? " * 1000)
 
 
 def test_convert_rewrites_a_model(folder: Path, tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_convert_rewrites_a_model(folder: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert f"{target}: 4 files, " in done.stdout
     assert "Converting" in done.stderr
-    want = run("generate", str(folder), "Hi", "-n", "8", "-q")
-    assert run("generate", str(target), "Hi", "-n", "8", "-q") == want
+    expected = run("generate", str(folder), "Hi", "-n", "8", "-q")
+    assert run("generate", str(target), "Hi", "-n", "8", "-q") == expected
     with pytest.raises(InputError, match="overwrite"):
         run("convert", str(folder), str(target), "-q")
     assert run("convert", str(folder), str(target), "--to", "dense", "--overwrite", "-q") == ""
@@ -176,10 +176,10 @@ def test_characters_the_terminal_cannot_show_are_replaced(folder: Path) -> None:
 
 
 def test_version() -> None:
-    said = run("--version")
-    assert said.startswith("exlm 0.")
+    text = run("--version")
+    assert text.startswith("exlm 0.")
     command = [sys.executable, "-m", "exlm", "--version"]  # `exlm` need not be on the PATH
-    assert subprocess.run(command, capture_output=True, text=True, timeout=120).stdout == said
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120).stdout == text
 
 
 def test_the_readme_example(folder: Path) -> None:

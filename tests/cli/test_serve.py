@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from exlm import InputError, MissingExtra
 from exlm.cli.__main__ import app
 from exlm.cli.model_options import ModelOptions
-from exlm.cli.serve import _parse_settings as set_values
+from exlm.cli.serve import _parse_settings
 from tests import tiny
 from tests.conftest import ROOT
 
@@ -30,7 +30,7 @@ from tests.conftest import ROOT
     [
         (["--lora", "loud"], "--lora takes NAME=FOLDER"),
         (["--set", "temprature=1"], "no sampler setting"),
-        (["--set", "temperature=warm"], "no number"),
+        (["--set", "temperature=warm"], "not a number"),
         (["--api-key", "@/no/such/file"], "cannot be read"),
         (["--api-key", ""], "printable"),
         (["--api-key", "@{blank}"], "There is no key in"),
@@ -40,7 +40,7 @@ from tests.conftest import ROOT
         (["--set", 'top_k="many"'], "top_k: Input should be"),
         (["--set", "min_p=NaN"], "min_p: Input should be"),
         (["--also", "a=x", "--also", "a=y"], "twice"),
-        (["--reports", "{odd}/reports"], "no folder"),
+        (["--reports", "{odd}/reports"], "cannot be created as a folder"),
         (["--also", "model=elsewhere"], "Two models are called"),
         (["--host", "256.1.1.1"], "Cannot listen"),
         (["--replicas", "3"], "--replicas: only with --ray"),
@@ -60,7 +60,7 @@ def test_invalid_options_are_refused_before_loading(
 
 
 def test_set_parses_values_like_requests() -> None:
-    assert set_values(["top_k=-1", "min_p=null", "temperature=0.5"]) == {"top_k": 0, "temperature": 0.5}
+    assert _parse_settings(["top_k=-1", "min_p=null", "temperature=0.5"]) == {"top_k": 0, "temperature": 0.5}
 
 
 def test_replicas_need_ray() -> None:
@@ -92,15 +92,15 @@ def test_invalid_numbers(option: str, values: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("command", [["serve", "/nowhere/model"], ["batch", "in.jsonl", "out.jsonl"]])
 def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    real = builtins.__import__
+    original = builtins.__import__
 
     def without(name: str, *arguments: Any, **options: Any) -> Any:
         if name.partition(".")[0] == "fastapi":
             raise ImportError("No module named 'fastapi'")
-        return real(name, *arguments, **options)
+        return original(name, *arguments, **options)
 
-    ours = ("fastapi", "exlm.serve", "exlm.batch")
-    for name in [name for name in sys.modules if name.startswith(ours)]:
+    removed = ("fastapi", "exlm.serve", "exlm.batch")
+    for name in [name for name in sys.modules if name.startswith(removed)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
     done = CliRunner().invoke(app, command)
@@ -116,16 +116,16 @@ def test_serve_and_batch_share_the_model_options() -> None:
     }
     for field in dataclasses.fields(ModelOptions):
         assert shown["serve"][field.name] == shown["batch"][field.name]
-    assert "hosting" not in shown["serve"]
+    assert "model_options" not in shown["serve"]
     chosen = ModelOptions(
         name=None, lora=["a=b"], max_seq_len=9, cache_type="q4", device="cpu", draft="ngram"
     )
-    listing = chosen.listing("/models/one.gguf")
-    assert (listing.name, listing.path, dict(listing.loras)) == ("one", "/models/one.gguf", {"a": "b"})
-    assert (listing.max_seq_len, listing.cache_type, listing.device) == (9, "q4", "cpu")
-    other = chosen.listing_of("two", "/models/two")
+    main = chosen.main_model("/models/one.gguf")
+    assert (main.name, main.path, dict(main.loras)) == ("one", "/models/one.gguf", {"a": "b"})
+    assert (main.max_seq_len, main.cache_type, main.device) == (9, "q4", "cpu")
+    other = chosen.additional_model("two", "/models/two")
     assert (other.max_seq_len, other.draft, dict(other.loras)) == (9, None, {})
-    assert chosen.listing(None).name == "default"
+    assert chosen.main_model(None).name == "default"
 
 
 def test_serve_starts_and_stops(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_serve_starts_and_stops(tmp_path: Path) -> None:
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            told = process.stderr.readline()
-            assert told.startswith("tiny at http://127.0.0.1:")
-            url = told.split()[-1]
+            announcement = process.stderr.readline()
+            assert announcement.startswith("tiny at http://127.0.0.1:")
+            url = announcement.split()[-1]
             request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": "Bearer two"})
             with urllib.request.urlopen(request, timeout=20) as reply:
                 assert json.load(reply)["data"][0]["id"] == "tiny"

@@ -28,21 +28,21 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS":
 INHERITED = pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN])
 
 
-def inheriting(disposition: signal.Handlers, *more: signal.Signals) -> Callable[[], None]:
+def signal_setter(disposition: signal.Handlers, *more: signal.Signals) -> Callable[[], None]:
     """A preexec_fn that sets how the child handles SIGINT and `more`, as a shell would leave them."""
 
-    def begin() -> None:
+    def set_signals() -> None:
         for number in (signal.SIGINT, *more):
             signal.signal(number, disposition)
 
-    return begin
+    return set_signals
 
 
 def run(code: str, inherited: signal.Handlers) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
-    begin = inheriting(inherited)
+    preexec_fn = signal_setter(inherited)
     return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, preexec_fn=begin
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, preexec_fn=preexec_fn
     )
 
 
@@ -94,7 +94,7 @@ from exlm.cli.__main__ import app
 @app.command()
 def wait() -> None:
     signal.raise_signal(signal.SIGINT)
-    print("not heard")
+    print("SIGINT was ignored")
 sys.argv = ["exlm", "wait"]
 from {entry} import main
 main()
@@ -122,7 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_chat_folder(tmp_path_factory.mktemp("tiny"))
 
 
-def serving(folder: Path) -> list[str]:
+def serve_command(folder: Path) -> list[str]:
     return [sys.executable, "-m", "exlm.cli", "serve", str(folder), "--port", "0", "-q", "--device", "cpu"]
 
 
@@ -132,9 +132,9 @@ def ask(url: str) -> int:
 
 
 def test_a_server_started_with_ignored_signals_handles_sigint_only(folder: Path) -> None:
-    begin = inheriting(signal.SIG_IGN, signal.SIGHUP)
+    preexec_fn = signal_setter(signal.SIG_IGN, signal.SIGHUP)
     with subprocess.Popen(
-        serving(folder), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, preexec_fn=begin
+        serve_command(folder), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, preexec_fn=preexec_fn
     ) as process:
         try:
             assert process.stderr is not None
@@ -153,12 +153,12 @@ def test_a_server_in_the_background_of_a_script_with_nohup(folder: Path, tmp_pat
     log = tmp_path / "log"
     log.touch()
     with subprocess.Popen(
-        ["/bin/sh", "-c", script, "sh", *serving(folder)],
+        ["/bin/sh", "-c", script, "sh", *serve_command(folder)],
         env={**ENVIRONMENT, "LOG": str(log)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=inheriting(signal.SIG_DFL, signal.SIGHUP),
+        preexec_fn=signal_setter(signal.SIG_DFL, signal.SIGHUP),
     ) as shell:
         assert shell.stdout is not None
         server = int(shell.stdout.readline())

@@ -16,54 +16,54 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="closes streams as a 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"))
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("model"))
 
 
-def closed(how: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_in_shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a command in a shell that closes a stream."""
     words = [sys.executable, "-m", "exlm.cli", *map(str, arguments)]
     return subprocess.run(
-        ["/bin/sh", "-c", f'"$@" {how}', "sh", *words], capture_output=True, text=True, timeout=120
+        ["/bin/sh", "-c", f'"$@" {redirection}', "sh", *words], capture_output=True, text=True, timeout=120
     )
 
 
 def test_a_chat_ends_if_stdin_is_closed(folder: Path) -> None:
-    done = closed("<&-", "chat", folder, "-q")
+    done = run_in_shell("<&-", "chat", folder, "-q")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_prompt_is_empty_if_stdin_is_closed(folder: Path) -> None:
-    done = closed("<&-", "generate", folder, "-", "-n", "4", "-q")
+    done = run_in_shell("<&-", "generate", folder, "-", "-n", "4", "-q")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == closed("</dev/null", "generate", folder, "-", "-n", "4", "-q").stdout
+    assert done.stdout == run_in_shell("</dev/null", "generate", folder, "-", "-n", "4", "-q").stdout
 
 
 @pytest.mark.parametrize("command", [("generate", "Hi", "-n", "4", "-q"), ("info",)])
 def test_a_closed_stdout_is_an_error(folder: Path, command: tuple[str, ...]) -> None:
-    done = closed(">&-", command[0], folder, *command[1:])
+    done = run_in_shell(">&-", command[0], folder, *command[1:])
     assert done.returncode == 1
     assert done.stderr.startswith("OSError: [Errno 9] standard output is closed")
     assert done.stderr.count("\n") == 1
 
 
 def test_a_closed_stderr_changes_nothing(folder: Path) -> None:
-    done = closed("<&- 2>&-", "generate", folder, "Hi", "-n", "4")
+    done = run_in_shell("<&- 2>&-", "generate", folder, "Hi", "-n", "4")
     assert done.returncode == 0
-    assert done.stdout == closed("", "generate", folder, "Hi", "-n", "4", "-q").stdout
+    assert done.stdout == run_in_shell("", "generate", folder, "Hi", "-n", "4", "-q").stdout
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_input_that_is_not_utf8_is_reported_and_the_chat_continues(folder: Path, errors: str) -> None:
-    def run(said: bytes, *arguments: str) -> tuple[int, str, str]:
+    def run(stdin: bytes, *arguments: str) -> tuple[int, str, str]:
         words = [sys.executable, "-m", "exlm.cli", arguments[0], str(folder), *arguments[1:], "-q", "-n", "4"]
         environment = {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
-        done = subprocess.run(words, input=said, capture_output=True, env=environment, timeout=120)
+        done = subprocess.run(words, input=stdin, capture_output=True, env=environment, timeout=120)
         return done.returncode, done.stdout.decode(), done.stderr.decode()
 
-    status, _, told = run(b"caf\xe9", "generate", "-")
-    assert (status, told.count("\n")) == (1, 1)
-    assert told.startswith("InputError: This is not UTF-8 text: what comes after 'caf' is no character")
+    status, _, stderr = run(b"caf\xe9", "generate", "-")
+    assert (status, stderr.count("\n")) == (1, 1)
+    assert stderr.startswith("InputError: This is not UTF-8 text: what comes after 'caf' is no character")
     options = ("-t", "0", "--no-history")
-    status, answer, told = run(b"Hi\ncaf\xe9\n/system caf\xe9\n", "chat", *options)
-    assert (status, told.count("iconv")) == (0, 2)
+    status, answer, stderr = run(b"Hi\ncaf\xe9\n/system caf\xe9\n", "chat", *options)
+    assert (status, stderr.count("iconv")) == (0, 2)
     assert answer == run(b"Hi\n", "chat", *options)[1]

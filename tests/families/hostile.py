@@ -1,8 +1,8 @@
 """Sets every number of every family's config.json or GGUF metadata to hostile values, one at a time.
 
-It runs in a process of its own (`python -m tests.families.hostile config`) under a memory limit, and each case
-has a few seconds: a number that sizes a loop or an allocation shows as MemoryError or `CaseTimeout`. It prints
-one line for each outcome that is neither a spec nor a typed error.
+It runs in a process of its own (`python -m tests.families.hostile config`) under a memory limit, and each
+case has a few seconds: a number that sizes a loop or an allocation shows as MemoryError or `CaseTimeout`. It
+prints one line for each outcome that is neither a spec nor a typed error.
 """
 
 from __future__ import annotations
@@ -165,7 +165,10 @@ def configs() -> Iterator[Attempt]:
         for path in sorted(looked_up_keys(config)):
             for value in HOSTILE:
                 mutant = with_value(config, path, value)
-                yield f"{case.id} {path} = {value!r:.30}", lambda c=mutant: use_spec(build_spec(ConfigReader(c)))
+                yield (
+                    f"{case.id} {path} = {value!r:.30}",
+                    lambda c=mutant: use_spec(build_spec(ConfigReader(c))),
+                )
         for path in sorted(looked_up_keys(config)):  # sizes that agree with each other
             if path[-1].endswith("heads") or path[-1] == "n_head":
                 pair = with_value(with_value(config, path, 10**9), (*path[:-1], "num_key_value_heads"), 10**9)
@@ -180,11 +183,15 @@ def ggufs() -> Iterator[Attempt]:
     """Every key of every GGUF architecture's metadata with every hostile value."""
 
     def read(table: dict[str, Any]) -> None:
-        use_spec(build_spec(ConfigReader(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"]))))
+        use_spec(
+            build_spec(ConfigReader(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"])))
+        )
         gguf_tensor_names(table, "x.gguf")
 
     for variant, (arch, _) in VARIANTS.items():
-        recorder = RecordingDict(metadata(variant) | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()})
+        recorder = RecordingDict(
+            metadata(variant) | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()}
+        )
         read(recorder)
         for key in sorted(recorder.looked_up | set(recorder)):
             for value in [*HOSTILE, 2**64 - 1, [2**63] * 4, [True] * 2, ["a"] * 3]:

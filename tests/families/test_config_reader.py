@@ -99,7 +99,10 @@ def test_a_missing_key_is_named(key: str) -> None:
             {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": -1}},
             '"beta_fast" must be a number above',
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1}, '"rope_theta" must be a number other than 1'),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1},
+            '"rope_theta" must be a number other than 1',
+        ),
         ({"rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]}}, "a list of 4 numbers"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}, "sum to 4"),
         ({"partial_rotary_factor": 2.0}, "it must be even"),

@@ -18,8 +18,7 @@ def main() -> None:
     """Run a command; the GPU context it needs is created while torch is being imported."""
     try:
         with _exit_at_once_on_sigint():
-            from .cuda_warmup import warm_up
-            from .stdio import ensure_stdio
+            from .startup import ensure_stdio, warm_up
 
             ensure_stdio()
             warm_up(sys.argv[1:])

@@ -16,17 +16,14 @@ from exlm import ExlmError, __version__, env
 
 from . import restore_sigint
 from .batch import batch
-from .bench import bench
+from .bench import bench, tune
 from .chat import chat
 from .convert import convert
-from .evaluate import eval_
 from .generate import generate
-from .info import info
-from .plan import plan
-from .quantize import quantize
+from .info import info, plan
+from .quantize import eval_, quantize
 from .serve import serve
-from .stdio import ensure_stdio
-from .tune import tune
+from .startup import ensure_stdio
 
 app = typer.Typer(
     help="Runs quantised language models: a folder of weights in, text out.",
@@ -68,14 +65,10 @@ def main() -> None:
     ensure_stdio()
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):  # the file descriptor may have been closed and reused
-            sys.stdout.reconfigure(
-                errors="replace"
-            )  # models write characters that some terminals cannot show
+            sys.stdout.reconfigure(errors="replace")  # models write characters some terminals cannot show
     if isinstance(sys.stdin, io.TextIOWrapper):
         with suppress(OSError):
-            sys.stdin.reconfigure(
-                errors="surrogateescape"
-            )  # `input.check_utf8` reports bytes that are not text
+            sys.stdin.reconfigure(errors="surrogateescape")  # `input.check_utf8` reports invalid UTF-8
     try:
         app()
     except (ExlmError, OSError) as error:  # OSError: such as a full disk or a file without read permission

@@ -1,4 +1,4 @@
-"""`exlm bench`: measure a model end to end on this machine, beside the machine's own limits."""
+"""`exlm bench` measures a model end to end and the machine's limits; `exlm tune` searches kernel settings."""
 
 from __future__ import annotations
 
@@ -42,17 +42,15 @@ class _Defaults(NamedTuple):
     tokens: int
 
 
-_TINY, _CPU, _GPU = (
-    _Defaults("1,4", "32", 128, 16),
-    _Defaults("1,8", "32", 512, 64),
-    _Defaults("1,8,32,64", "512,8000", 2048, 256),
-)
+_TINY_DEFAULTS = _Defaults("1,4", "32", 128, 16)
+_CPU_DEFAULTS = _Defaults("1,8", "32", 512, 64)
+_GPU_DEFAULTS = _Defaults("1,8,32,64", "512,8000", 2048, 256)
 
 ModelArgument = Annotated[
     str | None, typer.Argument(help="A folder, a .gguf file or a Hub name; random weights if left out.")
 ]
 ShapeOption = Annotated[str | None, typer.Option(help=f"Sizes of the random weights: {', '.join(SHAPES)}.")]
-FormOption = Annotated[str, typer.Option(help=f"Format of the random weights: {', '.join(FORMATS)}.")]
+FormatOption = Annotated[str, typer.Option(help=f"Format of the random weights: {', '.join(FORMATS)}.")]
 BitsOption = Annotated[
     float | None, typer.Option(help="Bits per random weight; 4.1 for exl2, 4 for gptq, 4.5 for gguf.")
 ]
@@ -61,7 +59,7 @@ BitsOption = Annotated[
 def bench(
     model: ModelArgument = None,
     shape: ShapeOption = None,
-    format: FormOption = "exl2",
+    format: FormatOption = "exl2",
     bits: BitsOption = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     batch: Annotated[
@@ -100,7 +98,7 @@ def bench(
     if draft not in (None, "ngram"):
         raise InputError(f"--draft must be ngram, found {draft!r}.")
     _check_files(json_file, plot)
-    pythons = _peer_interpreters(peer or [])
+    interpreters = _parse_peers(peer or [])
     if threads is not None:
         torch.set_num_threads(threads)
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
@@ -109,26 +107,26 @@ def bench(
     path = exlm.find_model(model, progress=True) if model is not None or (peers and shape is None) else None
     if path is not None and shape is not None:
         raise InputError("Name a model or a --shape, not both; --peers needs a model that is in files.")
-    usual = _defaults_for(shape, on_cpu, path)
-    plan = benchmark.BenchmarkConfig(
+    defaults = _defaults_for(shape, on_cpu, path)
+    config = benchmark.BenchmarkConfig(
         model=path,
         shape=shape or ("smollm2-135m" if on_cpu else "llama-2-7b"),
         format=format,
         bits=bits,
         device=device,
-        batches=_parse_ints("--batch", batch or usual.batches),
-        contexts=_parse_ints("--context", context or usual.contexts),
+        batches=_parse_ints("--batch", batch or defaults.batches),
+        contexts=_parse_ints("--context", context or defaults.contexts),
         caches=tuple(cache.split(",")),
-        prompt=prompt or usual.prompt,
-        tokens=tokens or usual.tokens,
+        prompt=prompt or defaults.prompt,
+        tokens=tokens or defaults.tokens,
         ngram=draft == "ngram",
     )
     console = Console() if Console().is_terminal else Console(width=110)
-    with progress_line() as tell:
-        report = benchmark.run(plan, tell)
+    with _progress_line() as on_progress:
+        report = benchmark.run(config, on_progress)
     console.print(_table(report))
     if peers and path is not None:
-        report = _with_peers(console, report, path, turns, pythons)
+        report = _compare_with_peers(console, report, path, turns, interpreters)
     if json_file is not None:
         json_file.write_text(json.dumps(report.json(), indent=1))
     if plot is not None:
@@ -137,12 +135,12 @@ def bench(
 
 def _defaults_for(shape: str | None, on_cpu: bool, path: Path | None) -> _Defaults:
     """The defaults for a device and a model; contexts of a model in files are at most its own length."""
-    usual = _TINY if shape == "tiny" else _CPU if on_cpu else _GPU
+    defaults = _TINY_DEFAULTS if shape == "tiny" else _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS
     if path is None:
-        return usual
+        return defaults
     longest = exlm.Config(path).max_seq_len
-    contexts = [one for one in usual.contexts.split(",") if int(one) <= longest] or [str(longest)]
-    return usual._replace(contexts=",".join(contexts), prompt=min(usual.prompt, longest))
+    contexts = [one for one in defaults.contexts.split(",") if int(one) <= longest] or [str(longest)]
+    return defaults._replace(contexts=",".join(contexts), prompt=min(defaults.prompt, longest))
 
 
 def _check_files(json_file: Path | None, plot: Path | None) -> None:
@@ -162,7 +160,7 @@ def _parse_ints(option: str, text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def progress_line() -> Iterator[Callable[[str, int, int], object]]:
+def _progress_line() -> Iterator[Callable[[str, int, int], object]]:
     """A progress line that is redrawn only when something changes.
 
     Rich's usual ten redraws a second would take CPU time from what is being measured.
@@ -209,21 +207,21 @@ def _row_cells(row: benchmark.Measurement) -> list[str]:
     return [*shape, *speed, *(f"{share:.0%}" for share in shares), row.bound]
 
 
-def _peer_interpreters(named: list[str]) -> dict[str, str]:
+def _parse_peers(values: list[str]) -> dict[str, str]:
     """Parse --peer into the interpreter of each engine."""
-    pythons = dict(one.split("=", 1) for one in named if "=" in one)
-    if len(pythons) != len(named):
+    interpreters = dict(one.split("=", 1) for one in values if "=" in one)
+    if len(interpreters) != len(values):
         raise InputError("--peer must be an engine and its interpreter, as in llama.cpp=/venv/bin/python.")
-    return pythons
+    return interpreters
 
 
-def _with_peers(
-    console: Console, report: benchmark.Report, path: Path, turns: int, pythons: dict[str, str]
+def _compare_with_peers(
+    console: Console, report: benchmark.Report, path: Path, turns: int, interpreters: dict[str, str]
 ) -> benchmark.Report:
     """Run the other engines, print the comparison, and add it to the report."""
-    with progress_line() as tell:
-        peers, left = benchmark.compare(path, report.threads, turns, pythons, tell)
-    for reason in left:
+    with _progress_line() as on_progress:
+        peers, skipped = benchmark.compare(path, report.threads, turns, interpreters, on_progress)
+    for reason in skipped:
         console.print(f"left out: {reason}", soft_wrap=True)
     if peers:
         console.print(_peer_table(peers, report.threads, turns))
@@ -232,24 +230,60 @@ def _with_peers(
 
 def _peer_table(peers: list[benchmark.EngineResult], threads: int, turns: int) -> Table:
     """Medians with their range, and by which factor the first engine is better."""
-    own = peers[0]
-    table = Table(
-        title=f"threads: {threads}, medians of {turns} (lowest to highest), × by which {own.engine} wins"
-    )
+    exlm_result = peers[0]
+    title = f"threads: {threads}, medians of {turns} (lowest to highest)"
+    table = Table(title=f"{title}, × by which {exlm_result.engine} wins")
     table.add_column("engine")
     for name in _METRICS.values():
         table.add_column(name, justify="right")
     for one in peers:
         cells = []
         for key in _METRICS:
-            values, base = one.values.get(key), own.values.get(key)
+            values, base = one.values.get(key), exlm_result.values.get(key)
             if not values or not base:
                 cells.append("")
                 continue
             digits = 1 if key == "first" else 0
             better = median(base) / median(values)
-            ratio = "" if one is own else f"\n{1 / better if key in _LOWER_IS_BETTER else better:.2f} ×"
+            ratio = (
+                "" if one is exlm_result else f"\n{1 / better if key in _LOWER_IS_BETTER else better:.2f} ×"
+            )
             low, high = min(values), max(values)
             cells.append(f"{median(values):.{digits}f} ({low:.{digits}f}–{high:.{digits}f}){ratio}")
         table.add_row(one.engine, *cells)
+    return table
+
+
+def tune(
+    model: ModelArgument = None,
+    shape: ShapeOption = None,
+    format: FormatOption = "exl2",
+    bits: BitsOption = None,
+    device: Annotated[str | None, typer.Option(help="A GPU, as in cuda or cuda:1.")] = None,
+) -> None:
+    """Find the fastest kernel settings for a model on this GPU. Takes a few minutes, once.
+
+    Example: exlm tune ./llama-exl2
+    """
+    if model is not None and shape is not None:
+        raise InputError("Name a model or a --shape, not both.")
+    path = None if model is None else exlm.find_model(model, progress=True)
+    config = benchmark.BenchmarkConfig(
+        model=path, shape=shape or "llama-2-7b", format=format, bits=bits, device=device, prompt=512
+    )
+    with _progress_line() as on_progress:
+        found = benchmark.tune(config, on_progress)
+    Console().print(_tuning_table(found) if found.changes else "The default settings are the fastest here.")
+    if found.file is not None:
+        Console().print(
+            f"A step takes {found.after / found.before:.1%} of the time before. Saved in {found.file}."
+        )
+
+
+def _tuning_table(found: benchmark.TuningResult) -> Table:
+    table = Table(title="tiles, warps, stages", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("inputs / 128 x outputs / 16", "before", "now"):
+        table.add_column(name)
+    for name, before, after in found.changes:
+        table.add_row(name, *(", ".join(map(str, setting)) for setting in (before, after)))
     return table

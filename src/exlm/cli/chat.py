@@ -14,20 +14,21 @@ from rich.console import Console
 import exlm
 from exlm import ExlmError, InputError, env
 
-from .conversation import Conversation
+from .conversation import Conversation, check_setting_name
 from .input import MessageReader, SigintHandler, check_utf8
 from .model_options import MODEL_HELP, Device, Dtype
 from .model_session import ModelSession, Temperature, TopP
-from .sampler_settings import check_name
 
 if TYPE_CHECKING:
     import torch
 
 GREETING = "/help lists the commands. Ctrl-C stops an answer; twice at the prompt, it leaves."
-MULTILINE = 'A \\ at the end of a line continues the message; one that begins with """ goes on until """.'
+MULTILINE_HELP = (
+    'A \\ at the end of a line continues the message; one that begins with """ goes on until """.'
+)
 CONTEXT = 4096
-ANSWER_SHARE = 4
-"""One part in so many of the context is reserved for the answer, unless --max-new-tokens is less."""
+MAX_ANSWER_FRACTION = 1 / 4
+"""The part of the context that is reserved for the answer, unless --max-new-tokens is less."""
 
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 System = Annotated[str | None, typer.Option(help="A system message.")]
@@ -112,7 +113,7 @@ class Chat:
         }
 
     def run(self, requested_context: int | None = None) -> None:
-        """Talk until the user leaves; `requested_context` is the value of --context."""
+        """Run until the user leaves; `requested_context` is the value of --context."""
         if not self.quiet:
             self._note(GREETING)
         if (requested_context or 0) > self.session.max_tokens:
@@ -129,12 +130,12 @@ class Chat:
 
     def _read_message(self) -> str | None:
         """The next message; None at the end of input and after Ctrl-C twice in a row."""
-        for told in ("\n(Ctrl-C once more leaves)", ""):
+        for note in ("\n(Ctrl-C once more leaves)", ""):
             try:
                 with self.sigint.typing():
                     return self.reader.read()
             except KeyboardInterrupt:
-                self._note(told)
+                self._note(note)
         return None
 
     def _handle(self, text: str) -> None:
@@ -154,23 +155,21 @@ class Chat:
 
     def _answer(self) -> None:
         """Stream the model's answer to the last message."""
-        pieces_shown: list[str] = []
-        conversation = self.conversation
-        ids = self._encode_prompt()
+        answer, conversation = "", self.conversation
         pieces = self.session.stream(
-            ids,
+            self._encode_prompt(),
             conversation.max_new_tokens,
             conversation.settings,
             conversation.next_seed,
             lambda: self.sigint.stop_requested,
         )
         for piece in pieces:
-            pieces_shown.append(piece)
+            answer += piece
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()
-        conversation.add_answer("".join(pieces_shown))
+        conversation.add_answer(answer)
         if self.sigint.take_request():
             self._note("(stopped)")
         if self.stats:
@@ -178,27 +177,25 @@ class Chat:
 
     def _encode_prompt(self) -> torch.Tensor:
         """The prompt's tokens; the oldest turns are dropped until an answer fits into the context as well."""
-        room, before = self.session.max_tokens, self.conversation.dropped
-        reserved = min(self.conversation.max_new_tokens, room // ANSWER_SHARE)
+        limit, dropped_before = self.session.max_tokens, self.conversation.dropped
+        reserved = min(self.conversation.max_new_tokens, int(limit * MAX_ANSWER_FRACTION))
         while True:
             ids = self.session.encode_chat(self.conversation.messages)
-            if (
-                ids.shape[1] + reserved <= room
-                or self.conversation.dropped == len(self.conversation.turns) - 1
-            ):
+            only_last_turn = self.conversation.dropped == len(self.conversation.turns) - 1
+            if ids.shape[1] + reserved <= limit or only_last_turn:
                 break
             self.conversation.dropped += 1
-        if ids.shape[1] >= room:
-            raise InputError(f"That makes {ids.shape[1]} tokens, and the context has {room}: say less.")
-        if newly_dropped := self.conversation.dropped - before:
+        if ids.shape[1] >= limit:
+            raise InputError(f"That makes {ids.shape[1]} tokens, and the context has {limit}: say less.")
+        if newly_dropped := self.conversation.dropped - dropped_before:
             turns = "oldest turn is" if newly_dropped == 1 else f"{newly_dropped} oldest turns are"
-            self._note(f"(The context of {room} tokens is full: the {turns} left out from here on.)")
+            self._note(f"(The context of {limit} tokens is full: the {turns} left out from here on.)")
         return ids
 
-    def _help(self, rest: str) -> None:
-        for name, (_, meaning) in self.commands.items():
+    def _help(self, _: str) -> None:
+        for name, (_method, meaning) in self.commands.items():
             self.console.print(f"/{name} {meaning}")
-        self.console.print(MULTILINE)
+        self.console.print(MULTILINE_HELP)
 
     def _system(self, text: str) -> None:
         if text:
@@ -212,7 +209,7 @@ class Chat:
             self.conversation.set(name, value.strip(), self.session.tokenizer)
             return
         if name and name not in self.conversation.values:
-            check_name(name)
+            check_setting_name(name)
         for one in [name] if name else self.conversation.values:
             self.console.print(f"{one} {self.conversation.values[one]}".lower())
 

@@ -32,9 +32,9 @@ def convert(
     Example: exlm convert ./llama.Q4_K_M.gguf ./llama-safetensors --to safetensors
     """
     path = exlm.find_model(source, progress=not quiet)
-    with _exit_on_sigterm(), _progress_bar(quiet) as shown:
+    with _exit_on_sigterm(), _progress_bar(quiet) as on_progress:
         exlm.convert_model(
-            path, target, to, shard_bytes=shard_size * 2**20, overwrite=overwrite, progress=shown
+            path, target, to, shard_bytes=shard_size * 2**20, overwrite=overwrite, progress=on_progress
         )
     if not quiet:
         files = [file for file in target.iterdir() if file.is_file()]

@@ -55,8 +55,8 @@ def generate(
         raise InputError(f"generate takes a model and a prompt, found {len(words)} words: quote the prompt.")
     if len(words) == 1 and _is_model(words[0]):
         raise InputError(
-            f"{words[0]} is a model, and there is no prompt: put what to say after it, in quotes. To say "
-            "these very words to the default model, give - and write them to standard input."
+            f"{words[0]} is a model, and there is no prompt: add the prompt in quotes. If this is the prompt "
+            "for the default model, give - and write it to standard input."
         )
     model, prompt = words if len(words) == 2 else (None, words[0])
     session = ModelSession.open(model, max_seq_len=max_seq_len, device=device, dtype=dtype, quiet=quiet)

@@ -129,8 +129,8 @@ class SigintHandler:
 
     def take_request(self) -> bool:
         """Whether a stop was requested; resets the request."""
-        asked, self.stop_requested = self.stop_requested, False
-        return asked
+        requested, self.stop_requested = self.stop_requested, False
+        return requested
 
     def _on_signal(self, *_: object) -> None:
         if not self._typing:
@@ -194,7 +194,6 @@ def _append_history(path: Path, text: str) -> None:
     """Append to a history that only its owner can read; a file that cannot be written is ignored."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(
-            os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w", encoding="utf-8"
-        ) as file:
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with open(handle, "w", encoding="utf-8") as file:
             file.write(json.dumps(text) + "\n")

@@ -15,7 +15,7 @@ from exlm import InputError
 if TYPE_CHECKING:
     import torch
 
-LONG_PROMPT = 2048
+PROGRESS_BAR_TOKENS = 2048
 """Prompts of more tokens than this get a progress bar."""
 
 
@@ -29,7 +29,7 @@ TopP = Annotated[
 
 
 class ModelSession:
-    """One model: its tokenizer at once, its weights after `load`."""
+    """One model: its config and tokenizer from the start, its weights after `load`."""
 
     def __init__(self, config: exlm.Config, quiet: bool) -> None:
         self.config = config
@@ -39,7 +39,7 @@ class ModelSession:
         self.template: str | None = None
         """The name of a chat template or prompt format to use instead of the model's default."""
         self.max_tokens = config.max_seq_len
-        """Most tokens of a prompt and its answer together; `load` sets it to what was asked for."""
+        """Most tokens of a prompt and its answer together; `load` lowers it to the size of the cache."""
         self.stats = ""
 
     @classmethod
@@ -60,13 +60,13 @@ class ModelSession:
         """Tokens of a conversation, formatted by the chat template."""
         import torch
 
-        known = self.chat_format
-        if known is None:
+        prompt_format = self.chat_format
+        if prompt_format is None:
             return self.tokenizer.apply_chat_template(messages, tokenize=True, chat_template=self.template)
         text = self.tokenizer.apply_chat_template(messages, chat_template=self.template)
-        ids = self.tokenizer.encode(text, encode_special_tokens=known.encode_special_tokens)
+        ids = self.tokenizer.encode(text, encode_special_tokens=prompt_format.encode_special_tokens)
         bos = self.tokenizer.bos_token_id
-        if known.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
+        if prompt_format.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
             ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
         return ids
 
@@ -78,22 +78,22 @@ class ModelSession:
     @property
     def stop_conditions(self) -> list[int | str]:
         """The model's EOS tokens and the stop tokens and strings of the prompt format."""
-        ends: list[int | str] = list(self.tokenizer.eos_token_ids)
+        conditions: list[int | str] = list(self.tokenizer.eos_token_ids)
         if self.chat_format is not None:
-            ends += self.chat_format.stop_conditions(self.tokenizer.single_id)
-        return ends
+            conditions += self.chat_format.stop_conditions(self.tokenizer.single_id)
+        return conditions
 
-    def load(self, prompt: int, new: int) -> None:
-        """Load the weights, and make a cache for a prompt and an answer of these lengths."""
+    def load(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Load the weights, and allocate a cache for a prompt and an answer of these lengths."""
         length = self.config.max_seq_len
-        if prompt >= length:
+        if prompt_tokens >= length:
             raise InputError(
-                f"The prompt has {prompt} tokens and the context {length}: shorten the prompt, or give a "
-                "larger --max-seq-len."
+                f"The prompt has {prompt_tokens} tokens and the context {length}: shorten the prompt, or "
+                "give a larger --max-seq-len."
             )
         model = exlm.Model(self.config)
         model.load(progress=not self.quiet)
-        self.max_tokens = min(length, prompt + new)
+        self.max_tokens = min(length, prompt_tokens + new_tokens)
         page_size = exlm.CacheBase.page_size
         pages = -(-self.max_tokens // page_size)
         self.generator = exlm.Generator(
@@ -129,8 +129,8 @@ class ModelSession:
             stop_conditions=self.stop_conditions,
         )
         self.generator.enqueue(job)
-        shown = ids.shape[1] > LONG_PROMPT and not self.quiet
-        with Progress(console=Console(stderr=True), transient=True, disable=not shown) as progress:
+        show_progress = ids.shape[1] > PROGRESS_BAR_TOKENS and not self.quiet
+        with Progress(console=Console(stderr=True), transient=True, disable=not show_progress) as progress:
             task = progress.add_task("Reading the prompt", total=ids.shape[1])
             try:
                 while self.generator.num_remaining_jobs() and not should_stop():

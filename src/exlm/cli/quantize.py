@@ -1,7 +1,8 @@
-"""`exlm quantize`: quantise a float model and report how close the result is."""
+"""`exlm quantize` quantises a model; `exlm eval` measures quality, alone or against the source model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 import exlm
 from exlm import InputError
-
-from .evaluate import print_quality
 
 Rows = Annotated[
     int | None,
@@ -70,7 +70,7 @@ def quantize(
     Example: exlm quantize ./llama ./llama-exl2 --bits 4.5
     """
     path = exlm.find_model(source, progress=not quiet)
-    with _progress_bar(quiet) as shown:
+    with _progress_bar(quiet) as on_progress:
         quality = exlm.quantize_model(
             path,
             target,
@@ -90,7 +90,7 @@ def quantize(
             overwrite=overwrite,
             restart=restart,
             report=report,
-            progress=shown,
+            progress=on_progress,
         )
     if quality is not None:
         _report_quality(quality, max_kld, quiet)
@@ -100,8 +100,8 @@ def _report_quality(quality: exlm.Quality, max_kld: float | None, quiet: bool) -
     if not quiet:
         print_quality(quality)
     if quality.kl is not None and max_kld is not None and quality.kl > max_kld:
-        words = f"It diverges by {quality.kl:.3g} from its source; at most {max_kld:g} was asked for."
-        typer.echo(words, err=True)
+        message = f"It diverges by {quality.kl:.3g} from its source; at most {max_kld:g} was asked for."
+        typer.echo(message, err=True)
         raise typer.Exit(1)
 
 
@@ -129,3 +129,67 @@ def _progress_bar(quiet: bool) -> Iterator[Callable[[int, int, str], object]]:
         yield lambda done, total, what: progress.update(
             task, completed=done, total=total, description=f"{what:<24}"
         )
+
+
+def eval_(
+    model: Annotated[str, typer.Argument(help="A model folder, a .gguf file, or a name on the Hub.")],
+    against: Annotated[str | None, typer.Option(help="The model it was quantised from.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A .txt, .jsonl or .parquet file; default: built-in text.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="With --text: number of rows; default 16.")] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help="With --text: tokens per row; default 512, or the model's context."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
+    speed: Annotated[bool, typer.Option(help="Also measure the speed.")] = True,
+    report: Annotated[Path | None, typer.Option(help="Write a report to this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Measure perplexity; with --against also KL divergence, agreement and the error of every layer.
+
+    Example: exlm eval ./llama-exl2 --against ./llama
+    """
+    if text is None and (rows, length) != (None, None):
+        raise InputError("--rows and --length go with --text: the built-in text is read whole.")
+    try:
+        if report is not None:
+            report.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--report {report} cannot be created as a folder: {error}.") from None
+    path = exlm.find_model(model, progress=not quiet)
+    source = None if against is None else exlm.find_model(against, progress=not quiet)
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        task = progress.add_task("Reading", total=None)
+        quality = exlm.evaluate_model(
+            path,
+            source,
+            text=text,
+            rows=rows or 16,
+            length=length,
+            device=device,
+            speed=speed,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    if report is not None:
+        exlm.write_report(report, quality, {"text": str(text or "built-in")})
+    if as_json:
+        typer.echo(json.dumps(quality.to_json(), indent=2))
+    else:
+        print_quality(quality)
+
+
+def print_quality(quality: exlm.Quality) -> None:
+    """Print the results as a table, then the layers."""
+    console = Console()
+    table = Table(show_header=False, box=None)
+    for name, value in quality.figures():
+        table.add_row(name, value)
+    console.print(table)
+    layers = Table("layer", "bits", "error", box=None)
+    for i, bits in enumerate(quality.layer_bits):
+        error = "" if quality.layer_errors is None else f"{quality.layer_errors[i]:.4f}"
+        layers.add_row(str(i), f"{bits:.2f}", error)
+    console.print(layers)

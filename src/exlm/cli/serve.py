@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from exlm import InputError
 
-from .cluster import Gpus, Ray, Replicas, cluster_shape, refuse_without_ray, serve_on_ray
-from .model_options import MODEL_HELP, ModelOptions, parse_pairs, with_model_options
+from .model_options import (
+    MODEL_HELP,
+    Gpus,
+    ModelOptions,
+    Ray,
+    Replicas,
+    cluster_config,
+    parse_pairs,
+    refuse_without_ray,
+    with_model_options,
+)
 
-LOCAL = frozenset(("127.0.0.1", "::1", "localhost"))
+if TYPE_CHECKING:
+    from exlm.scale import ClusterConfig, ServerConfig
+    from exlm.serve import ModelSpec
+
+LOCAL_HOSTS = frozenset(("127.0.0.1", "::1", "localhost"))
 
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")]
@@ -61,7 +75,7 @@ def serve(
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
     *,
-    hosting: ModelOptions,
+    model_options: ModelOptions,
     also: Also = None,
     max_requests: MaxRequests = 512,
     max_tokens: MaxTokens = None,
@@ -83,54 +97,96 @@ def serve(
     from exlm import serve as server
 
     refuse_without_ray(ray, replicas, gpus, tenant_requests)
-    first = hosting.listing(model)
-    others = [hosting.listing_of(name, path) for name, path in parse_pairs("--also", also, "MODEL").items()]
-    if first.name in {listing.name for listing in others}:
-        raise InputError(f"Two models are called {first.name!r}: name one of them with --name or --also.")
-    keyring = server.ApiKeys(_read_keys(api_key), _read_keys(admin_key))
+    main_model = model_options.main_model(model)
+    others = [
+        model_options.additional_model(name, path)
+        for name, path in parse_pairs("--also", also, "MODEL").items()
+    ]
+    if main_model.name in {other.name for other in others}:
+        raise InputError(f"Two models are called {main_model.name!r}: name one with --name or --also.")
+    keys, admin_keys = _read_keys(api_key), _read_keys(admin_key)
+    has_keys = bool(keys or admin_keys)
     sampling, reports = _parse_settings(setting), _make_folder(reports)
-    bounds = server.Limits(body=max_body, tokens=max_tokens, requests=max_requests, sampling=sampling)
-    answered = None if keyring or host not in LOCAL else LOCAL
+    limits = server.Limits(body=max_body, tokens=max_tokens, requests=max_requests, sampling=sampling)
+    accepted_hosts = None if has_keys or host not in LOCAL_HOSTS else LOCAL_HOSTS
     if ray:
+        from exlm.scale import ServerConfig
+
         if others:
             raise InputError("A cluster serves one model: leave --also out, or deploy another.")
-        keys, shape = (
-            (_read_keys(api_key), _read_keys(admin_key)),
-            partial(cluster_shape, replicas, gpus, drain=drain_seconds),
+        _serve_on_ray(
+            main_model,
+            ServerConfig(keys, admin_keys, limits),
+            partial(cluster_config, replicas, gpus, main_model.device, drain=drain_seconds),
+            tenant_requests,
+            accepted_hosts,
+            (host, port),
         )
-        told = partial(_announce, first.name, guarded=bool(keyring))
-        serve_on_ray(first, keys, bounds, shape, (tenant_requests, answered), (host, port), told)
         return
     engine = server.Engine(
-        [first, *others],
-        lambda listing: server.load(listing, progress=not quiet),
+        [main_model, *others],
+        lambda model_spec: server.load(model_spec, progress=not quiet),
         drain_seconds=drain_seconds,
     )
-    with server.listen(host, port) as opened:  # fail on a taken port before the model is loaded
-        engine.preload(first.name)
+    with server.listen(host, port) as listener:  # fail on a taken port before the model is loaded
+        engine.preload(main_model.name)
         server.serve(
             engine,
-            server.Options(api_keys=keyring, limits=bounds, hosts=answered),
-            opened,
+            server.Options(api_keys=server.ApiKeys(keys, admin_keys), limits=limits, hosts=accepted_hosts),
+            listener,
             drain_seconds=drain_seconds,
             stall_seconds=stall_seconds or None,
             reports=reports,
-            started=lambda: _announce(first.name, opened.getsockname(), bool(keyring)),
+            started=lambda: _announce(main_model.name, listener.getsockname(), has_keys),
         )
 
 
-def _announce(name: str, where: Sequence[Any], guarded: bool) -> None:
+def _serve_on_ray(
+    model_spec: ModelSpec,
+    server_config: ServerConfig,
+    make_cluster_config: Callable[[], ClusterConfig],
+    tenant_requests: int | None,
+    accepted_hosts: frozenset[str] | None,
+    address: tuple[str, int],
+) -> None:
+    """Deploy a service.
+
+    A cluster that was running already keeps the service: the command returns, and running it again updates
+    the deployment. A cluster that this command started serves until SIGINT or SIGTERM.
+    """
+    from exlm.scale import Service, cluster, deploy, import_ray
+    from exlm.serve import listen
+
+    import_ray("serve")
+    with cluster() as started_here:
+        if started_here:
+            with listen(*address) as listener:  # fail now if the port is taken
+                address = (address[0], listener.getsockname()[1])
+        service = Service(model_spec, server_config, make_cluster_config(), tenant_requests, accepted_hosts)
+        deploy(service, *address)
+        _announce(model_spec.name, address, bool(server_config.keys or server_config.admin_keys))
+        if not started_here:
+            return
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.default_int_handler)
+            signal.pause()
+        except KeyboardInterrupt:
+            import_ray("serve").shutdown()
+
+
+def _announce(name: str, address: Sequence[Any], has_keys: bool) -> None:
     console = Console(stderr=True)
-    shown, port = where[:2]
-    console.print(f"{name} at http://{f'[{shown}]' if ':' in shown else shown}:{port}", soft_wrap=True)
-    if shown not in LOCAL and not guarded:
-        console.print("[yellow]Without --api-key, everyone who can reach this machine can use the server.[/]")
+    host, port = address[:2]
+    console.print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
+    if host not in LOCAL_HOSTS and not has_keys:
+        console.print("[yellow]Without --api-key, anyone who can reach this machine can use the server.[/]")
 
 
-def _read_keys(given: list[str] | None) -> list[str]:
+def _read_keys(values: list[str] | None) -> list[str]:
     """The keys given on the command line, those of each @FILE among them."""
     keys: list[str] = []
-    for one in given or ():
+    for one in values or ():
         if one.startswith("@"):
             try:
                 lines = Path(one[1:]).read_text(encoding="utf-8").splitlines()
@@ -147,7 +203,7 @@ def _read_keys(given: list[str] | None) -> list[str]:
     return keys
 
 
-def _parse_settings(given: list[str] | None) -> dict[str, Any]:
+def _parse_settings(values: list[str] | None) -> dict[str, Any]:
     """Parse --set NAME=VALUE; values are JSON, and checked like those of a request."""
     from pydantic import ValidationError
 
@@ -156,7 +212,7 @@ def _parse_settings(given: list[str] | None) -> dict[str, Any]:
     from exlm.serve.schema import Sampling
 
     out: dict[str, Any] = {}
-    for name, value in parse_pairs("--set", given, "VALUE").items():
+    for name, value in parse_pairs("--set", values, "VALUE").items():
         if name not in SETTINGS:
             raise InputError(
                 f"--set: there is no sampler setting {name!r}; there are: {', '.join(SETTINGS)}."
@@ -164,7 +220,7 @@ def _parse_settings(given: list[str] | None) -> dict[str, Any]:
         try:
             out[name] = json.loads(value)
         except ValueError:
-            raise InputError(f"--set {name}: {value!r} is no number, true or false.") from None
+            raise InputError(f"--set {name}: {value!r} is not a number, true or false.") from None
     try:
         return Sampling(**out).model_dump(exclude_none=True)
     except ValidationError as error:
@@ -177,5 +233,5 @@ def _make_folder(reports: Path | None) -> Path | None:
         if reports is not None:
             reports.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--reports {reports} is no folder that can be made: {error}.") from None
+        raise InputError(f"--reports {reports} cannot be created as a folder: {error}.") from None
     return reports

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from exlm.cli.cuda_warmup import first_gpu, make_context
+from exlm.cli.startup import create_context, first_gpu
 
 
 @pytest.mark.parametrize(
-    ("line", "otherwise", "number"),
+    ("line", "default_device", "number"),
     [
         ("generate model", None, 0),
         ("generate model --device cuda:1 --quiet", None, 1),
@@ -26,18 +26,18 @@ from exlm.cli.cuda_warmup import first_gpu, make_context
         ("", None, None),
     ],
 )
-def test_first_gpu_of_a_command_line(line: str, otherwise: str | None, number: int | None) -> None:
-    assert first_gpu(line.split(), otherwise) == number
+def test_first_gpu_of_a_command_line(line: str, default_device: str | None, number: int | None) -> None:
+    assert first_gpu(line.split(), default_device) == number
 
 
 def test_a_missing_gpu_is_no_error() -> None:
-    thread = make_context(99)
+    thread = create_context(99)
     thread.join(60)
     assert not thread.is_alive()
 
 
 def test_the_context_exists_before_torch_is_imported() -> None:
-    code = "import sys, exlm.cli.cuda_warmup; sys.exit('torch' in sys.modules)"
+    code = "import sys, exlm.cli.startup; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
