@@ -1,9 +1,9 @@
 """Candidates: the tokens that may be drawn, with their probabilities, for a group of rows; and the draw.
 
 Candidates have two shapes. *Narrow*: the few most probable tokens of each row, in order, found without
-sorting the vocabulary. *Wide*: a column for each token of the vocabulary, for rows that exclude nothing, or on
-devices where asking how many remain would stall. The steps work on either. Probabilities are float64: sums of
-different lengths then agree far beyond any threshold, so a row's tokens do not depend on its neighbours'.
+sorting the vocabulary. *Wide*: a column for each token of the vocabulary, for rows that exclude nothing, or
+on devices where asking how many remain would stall. The steps work on either. Probabilities are float64: sums
+of different lengths then agree far beyond any threshold, so a row's tokens do not depend on its neighbours'.
 
 The draw inverts the cumulative distribution: it goes along the candidates until their probabilities add up to
 one uniform number. The same number always gives the same token, whatever else is in the batch.
