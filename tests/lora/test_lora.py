@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exlm import LLM, Cache, Config, InputError, Lora, Model, NotLoaded
 from exlm.formats import exl2, gptq
-from exlm.lora.apply import LoraExperts, LoraLinear
+from exlm.lora.adapter import LoraExperts, LoraLinear
 from exlm.model.inputs import SequenceExtras
 from exlm.nn import LoraRef
 from tests import tiny

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exlm import Config, Lora, Model
-from exlm.lora.apply import LoraLinear, LoraWeights
+from exlm.lora.adapter import LoraLinear, LoraWeights
 from exlm.nn import Linear, LoraRef
 from tests import tiny
 from tests.lora import float64_llama

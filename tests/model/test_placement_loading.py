@@ -29,9 +29,8 @@ from exlm import (
 from exlm.errors import DoesNotFit
 from exlm.model.devices import DeviceInfo, list_devices
 from exlm.model.instance import open_checkpoint
-from exlm.model.memory import ComputeProfile, compute_profile, estimate_modules
-from exlm.model.parallel_driver import rank_devices
-from exlm.model.placement import DeviceCapacity
+from exlm.model.multiprocess import rank_devices
+from exlm.model.placement import ComputeProfile, DeviceCapacity, compute_profile, estimate_modules
 from exlm.nn.block import DeviceTransfer
 from exlm.spec.weight_roles import matrices
 from tests import tiny
@@ -336,7 +335,7 @@ def test_prompts_on_a_gpu_need_room_for_matrices_in_full(
     gpu = ComputeProfile(torch.float16, uses_reference=False)
     lean = estimate_modules(frozen, source, gpu, [0] * depth)
     joined = 2 * hidden * max(2 * width, (attn.heads + 2 * attn.kv_heads) * attn.head_dim)
-    monkeypatch.setattr("exlm.model.memory.MAX_DEQUANT_BYTES", 1)  # no GEMM of several matrices
+    monkeypatch.setattr("exlm.model.placement.MAX_DEQUANT_BYTES", 1)  # no GEMM of several matrices
     alone = estimate_modules(frozen, source, gpu, [0] * depth)
     largest = 2 * hidden * max(width, attn.heads * attn.head_dim)
     more = {one.workspace - other.workspace for one, other in zip(lean[1:-1], alone[1:-1], strict=True)}

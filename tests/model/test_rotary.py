@@ -9,7 +9,7 @@ import torch
 
 from exlm import Config, DoesNotFit, Model
 from exlm.model.devices import DeviceInfo
-from exlm.model.memory import SHARE, SMALL, check_rotary_tables
+from exlm.model.placement import ROPE_TABLE_DIVISOR, UNCHECKED_ROPE_BYTES, check_rope_tables
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -35,32 +35,32 @@ def test_a_length_of_a_billion_is_refused_and_a_shorter_one_loads(tmp_path: Path
 def test_the_suggested_length_fits(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
     config.max_seq_len = 10**9
-    slots = [DeviceInfo("small", CPU, SHARE * 2 * SMALL)] * 4
-    most = 2 * SMALL // (2 * 4 * WIDTH)
+    slots = [DeviceInfo("small", CPU, ROPE_TABLE_DIVISOR * 2 * UNCHECKED_ROPE_BYTES)] * 4
+    most = 2 * UNCHECKED_ROPE_BYTES // (2 * 4 * WIDTH)
     with pytest.raises(DoesNotFit, match=rf"with at most {most:,} the tables leave room"):
-        check_rotary_tables(config.freeze(), slots)
+        check_rope_tables(config.freeze(), slots)
     config.max_seq_len = most
-    check_rotary_tables(config.freeze(), slots)
+    check_rope_tables(config.freeze(), slots)
     config.max_seq_len = most + 1
     with pytest.raises(DoesNotFit):
-        check_rotary_tables(config.freeze(), slots)
+        check_rope_tables(config.freeze(), slots)
 
 
 def test_small_tables_are_made_on_full_devices_too(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
-    check_rotary_tables(config.freeze(), [DeviceInfo("full", CPU, 0)] * 4)
+    check_rope_tables(config.freeze(), [DeviceInfo("full", CPU, 0)] * 4)
 
 
 def test_each_device_has_the_tables_of_its_own_layers(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
-    config.max_seq_len = SMALL  # 64 bytes for each position while tables are made
+    config.max_seq_len = UNCHECKED_ROPE_BYTES  # 64 bytes for each position while tables are made
     full, empty = DeviceInfo("full", CPU, 0), DeviceInfo("empty", CPU, 1 << 60)
-    check_rotary_tables(config.freeze(), [full, empty, empty, full])
+    check_rope_tables(config.freeze(), [full, empty, empty, full])
     with pytest.raises(DoesNotFit, match="on full"):
-        check_rotary_tables(config.freeze(), [empty, empty, full, empty])
+        check_rope_tables(config.freeze(), [empty, empty, full, empty])
 
 
 def test_a_model_without_rope_needs_no_tables(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path, architectures=["SmolLM3ForCausalLM"], no_rope_layers=[0, 0]))
     config.max_seq_len = 10**9
-    check_rotary_tables(config.freeze(), [DeviceInfo("full", CPU, 0)] * 4)
+    check_rope_tables(config.freeze(), [DeviceInfo("full", CPU, 0)] * 4)

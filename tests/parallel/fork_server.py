@@ -1,6 +1,6 @@
 """Start ranks by forking a process that has imported torch, which saves that time for each.
 
-The processes are as real as those of `launch.start_workers`, which `test_programs` tests.
+The processes are as real as those of `workers.start_workers`, which `test_programs` tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MESSAGE = 1 << 16
 
 
 class ForkedProcess:
-    """A process in `Popen`'s shape that is not this process's child; its exit status is unknown."""
+    """Has the methods of `Popen` for a process that is not this one's child; its exit status is unknown."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -46,12 +46,12 @@ class ForkServer:
     """The process that forks ranks."""
 
     def __init__(self) -> None:
-        self._connection, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        with there:
+        with server_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.parallel.fork_server", str(there.fileno())],
-                pass_fds=[there.fileno()],
+                [sys.executable, "-m", "tests.parallel.fork_server", str(server_end.fileno())],
+                pass_fds=[server_end.fileno()],
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.DEVNULL,
             )
@@ -59,14 +59,14 @@ class ForkServer:
     def start(
         self, module: str, tasks: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Channel], list[ForkedProcess]]:
-        """Replaces `launch._start`."""
-        assert module == "exlm.model.parallel_worker"
+        """Replaces `workers.start_workers`."""
+        assert module == "exlm.model.multiprocess"
         channels, processes = [], []
         for task in tasks:
-            here, there = socket.socketpair()
-            with there:
-                socket.send_fds(self._connection, [json.dumps(dict(task)).encode()], [there.fileno()])
-            channels.append(Channel(here))
+            own_end, worker_end = socket.socketpair()
+            with worker_end:
+                socket.send_fds(self._connection, [json.dumps(dict(task)).encode()], [worker_end.fileno()])
+            channels.append(Channel(own_end))
             processes.append(ForkedProcess(int(self._connection.recv(MESSAGE))))
         return channels, processes
 
@@ -80,7 +80,7 @@ class ForkServer:
 
 def main(connection: socket.socket) -> None:
     """Fork a rank for each message, until the channel closes."""
-    from exlm.model import parallel_worker
+    from exlm.model import multiprocess
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exit statuses are not collected
     while True:
@@ -92,7 +92,7 @@ def main(connection: socket.socket) -> None:
             connection.close()
             os.setsid()
             with contextlib.suppress(SystemExit):
-                parallel_worker.main({**json.loads(message), "channel_fd": files[0]})
+                multiprocess.main({**json.loads(message), "channel_fd": files[0]})
             os._exit(0)
         os.close(files[0])
         connection.send(str(child).encode())

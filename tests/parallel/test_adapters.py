@@ -13,8 +13,7 @@ import torch
 from exlm import Config, Lora, Model
 from exlm.lora import InstallLora, LoraWeights, ModelHandle, RemoveLora
 from exlm.model.instance import ModelInstance
-from exlm.model.parallel_driver import DriverDecoder, encode_change
-from exlm.model.parallel_worker import decode_change
+from exlm.model.multiprocess import DriverDecoder, decode_change, encode_change
 from exlm.model.strategies import PipelineParallel, TensorParallel
 from exlm.nn import LoraRef
 from exlm.parallel import Message

@@ -21,14 +21,14 @@ TYPES = st.sampled_from([torch.int64, torch.int32, torch.bool, torch.float32])
 
 @given(VALUES, st.dictionaries(st.text(max_size=5), st.tuples(SHAPES, TYPES), max_size=4))
 def test_a_message_arrives(
-    values: dict[str, object], kinds: dict[str, tuple[list[int], torch.dtype]]
+    values: dict[str, object], layouts: dict[str, tuple[list[int], torch.dtype]]
 ) -> None:
-    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in kinds.items()}
-    here, there = socket.socketpair()
-    with here, there:
+    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in layouts.items()}
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
         for _ in range(2):
-            Channel(here).send(Message("do", values, tensors))
-            received = Channel(there).receive()
+            Channel(sender).send(Message("do", values, tensors))
+            received = Channel(receiver).receive()
             assert (received.action, received.values) == ("do", values)
             assert received.tensors.keys() == tensors.keys()
             for name, tensor in tensors.items():
@@ -37,15 +37,15 @@ def test_a_message_arrives(
 
 
 def test_a_closed_connection() -> None:
-    here, there = socket.socketpair()
-    with there:
-        Channel(here).send(Message("last"))
-        Channel(here).close()
-        assert Channel(there).receive().action == "last"
+    sender, receiver = socket.socketpair()
+    with receiver:
+        Channel(sender).send(Message("last"))
+        Channel(sender).close()
+        assert Channel(receiver).receive().action == "last"
         with pytest.raises(EOFError, match="closed"):
-            Channel(there).receive()
-    here, there = socket.socketpair()
-    with here, there:
-        here.sendall(struct.pack("<Q", 1 << 60))
+            Channel(receiver).receive()
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        sender.sendall(struct.pack("<Q", 1 << 60))
         with pytest.raises(EOFError, match="not a message"):
-            Channel(there).receive()
+            Channel(receiver).receive()

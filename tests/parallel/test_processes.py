@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exlm import Cache, InputError, Model, Unsupported
-from exlm.parallel.shard import heads, ranges
+from exlm.parallel.shard import aligned_ranges, heads_of_rank
 from tests.lora import peft_folders as making
 from tests.parallel.fork_server import ForkServer
 from tests.parallel.process_models import (
@@ -47,7 +47,7 @@ INT_DOT_TOLERANCE = 4e-3
 def _fork_server() -> Iterator[None]:
     """Fork ranks: importing torch takes most of a process's start."""
     with ForkServer() as fork_server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("exlm.model.parallel_driver.start_workers", fork_server.start)
+        patch.setattr("exlm.model.multiprocess.start_workers", fork_server.start)
         yield
 
 
@@ -161,12 +161,12 @@ def check_shards(model: Model, single: Model, ranks: int) -> None:
     """Two kv heads: two of four ranks replicate one. The head is cut by vocabulary, a cache by heads."""
     spec, loaded = single.config.spec, model._loaded
     assert loaded is not None
-    shares = [heads(spec.layers[0].attn, rank, ranks) for rank in range(ranks)]
+    shares = [heads_of_rank(spec.layers[0].attn, rank, ranks) for rank in range(ranks)]
     assert [share.kv for share in shares] == ([(0, 1)] * (ranks // 2) + [(1, 2)] * (ranks // 2))
     assert [shape.kv_heads for shape in loaded.layer_shapes] == [1] * 4
     joined = loaded.decoder.head.linear
     own = joined.inner.out_features  # type: ignore[attr-defined]
-    assert (own, joined.out_features) == (ranges(spec.vocab, ranks)[0][1], spec.vocab)
+    assert (own, joined.out_features) == (aligned_ranges(spec.vocab, ranks)[0][1], spec.vocab)
     assert model.tp_context == ranks
     for kind in KINDS:
         shared, one = kind(model, max_seq_len=512), kind(single, max_seq_len=512)

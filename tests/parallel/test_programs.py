@@ -14,7 +14,7 @@ import torch
 
 from exlm import Unsupported, WorkerLost
 from exlm.errors import DoesNotFit
-from exlm.parallel.launch import start_workers
+from exlm.parallel.workers import start_workers
 from tests import tiny
 from tests.conftest import ROOT
 from tests.parallel.process_models import is_alive, unloaded_model
@@ -50,7 +50,7 @@ def test_a_rank_that_cannot_start_reports_why(tmp_path: Path, capfd: pytest.Capt
 def test_processes_end_if_another_cannot_be_started() -> None:
     before = set(children())
     with pytest.raises(TypeError, match="not JSON serializable"):
-        start_workers("exlm.model.parallel_worker", [{"rank": 1}, {"rank": object()}])
+        start_workers("exlm.model.multiprocess", [{"rank": 1}, {"rank": object()}])
     assert set(children()) == before
 
 

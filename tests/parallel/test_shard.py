@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from exlm import Config, Model, Unsupported, spec
 from exlm.formats import DenseWeight
 from exlm.model.instance import open_checkpoint
-from exlm.parallel.shard import MatrixSlice, check_shardable, heads, ranges, shard, slice_of
-from exlm.parallel.sharded_source import ShardedSource, part
+from exlm.parallel.shard import (
+    MatrixSlice,
+    ShardedSource,
+    aligned_ranges,
+    check_shardable,
+    heads_of_rank,
+    shard,
+    slice_of_rank,
+    slice_weight,
+)
 from exlm.spec.weight_roles import matrices
 from tests import tiny
 from tests.models import zoo
@@ -66,7 +74,7 @@ def attention(heads: int, kv_heads: int) -> spec.Attention:
 @given(st.integers(1, 400), st.integers(1, 9))
 def test_ranges_cover_a_length_once(length: int, size: int) -> None:
     assume(length >= size)
-    found = ranges(length, size)
+    found = aligned_ranges(length, size)
     assert [i for start, stop in found for i in range(start, stop)] == list(range(length))
     sizes = [stop - start for start, stop in found]
     assert min(sizes) >= 1
@@ -77,7 +85,7 @@ def test_ranges_cover_a_length_once(length: int, size: int) -> None:
 def test_heads_keep_their_groups(kv_heads: int, group: int, size: int) -> None:
     attn = attention(kv_heads * group, kv_heads)
     assume(size <= attn.heads)
-    found = [heads(attn, rank, size) for rank in range(size)]
+    found = [heads_of_rank(attn, rank, size) for rank in range(size)]
     assert [q for share in found for q in range(*share.q)] == list(range(attn.heads))
     for share in found:
         count, own = share.q[1] - share.q[0], share.kv[1] - share.kv[0]
@@ -119,7 +127,7 @@ def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) 
                 role, local.in_features, local.out_features, bias=bias, dtype=torch.float32, device=CPU
             )
             assert (piece.in_features, piece.out_features) == (local.in_features, local.out_features)
-            cut = slice_of(frozen.spec, role, rank, size)
+            cut = slice_of_rank(frozen.spec, role, rank, size)
             assert cut is not None
             rows = slice(cut.start, cut.stop) if cut.dim == 0 else slice(None)
             columns = slice(cut.start, cut.stop) if cut.dim == 1 else slice(None)
@@ -132,11 +140,11 @@ def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) 
 def test_a_part_owns_its_memory_and_one_rank_the_bias() -> None:
     weight = DenseWeight(torch.randn(8, 6), torch.randn(8))
     for cut in (MatrixSlice(0, 2, 4), MatrixSlice(1, 2, 4)):
-        piece = part(weight, cut, keep_bias=False)
+        piece = slice_weight(weight, cut, keep_bias=False)
         assert isinstance(piece, DenseWeight)
         assert piece.data.untyped_storage().nbytes() == piece.data.nbytes
         assert (piece.bias is None) == (cut.dim == 0)
-    assert part(weight, MatrixSlice(0, 2, 4), keep_bias=True).bias is not None
+    assert slice_weight(weight, MatrixSlice(0, 2, 4), keep_bias=True).bias is not None
 
 
 @pytest.mark.parametrize("name", FIXTURES)

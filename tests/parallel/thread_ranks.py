@@ -86,9 +86,9 @@ def run_on_each_rank(size: int, act: Callable[[int], Any]) -> list[Any]:
 
 def load_shards(config: FrozenConfig, size: int) -> list[ModelInstance]:
     """All ranks' shards of a model, connected by one barrier."""
-    exchange_barrier, slot, out = ExchangeBarrier(size), DeviceInfo("cpu", CPU, 0), []
+    exchange_barrier, device_info, out = ExchangeBarrier(size), DeviceInfo("cpu", CPU, 0), []
     for rank in range(size):
-        loaded = run_to_end(TensorParallel().load(config, rank, size, slot, LoadProgress()))
+        loaded = run_to_end(TensorParallel().load(config, rank, size, device_info, LoadProgress()))
         TensorParallel().connect(loaded, config, ThreadGroup(exchange_barrier, rank))  # type: ignore[arg-type]
         out.append(loaded)
     return out
@@ -98,11 +98,11 @@ def rank0_logits(ranks: list[ModelInstance], ids: Tensor, adapters: Any = ()) ->
     """The logits on rank 0."""
     rows, tokens = ids.shape
     positions = torch.arange(tokens).expand(rows, tokens)
-    nothing = torch.zeros(rows, dtype=torch.int64)
+    past_lens = torch.zeros(rows, dtype=torch.int64)
     pages = torch.zeros(rows, 1, dtype=torch.int64)
-    batch = Batch(ids, positions, nothing, pages, tokens, uniform=True, adapters=adapters)
-    answers = run_on_each_rank(
+    batch = Batch(ids, positions, past_lens, pages, tokens, uniform=True, adapters=adapters)
+    logits = run_on_each_rank(
         len(ranks), lambda r: ranks[r].decoder.forward(batch, [NoCache()] * len(ranks[r].layer_shapes))[0]
     )
-    assert isinstance(answers[0], Tensor)
-    return answers[0]
+    assert isinstance(logits[0], Tensor)
+    return logits[0]

@@ -6,8 +6,8 @@ modules in the place of those that the adapter changes (`Lora`, what users hold)
 import it.
 """
 
-from .adapter import Lora, ModelHandle, active_loras, resolve_loras
-from .apply import InstallLora, LoraWeights, ModuleChange, RemoveLora
+from .adapter import InstallLora, Lora, ModelHandle, ModuleChange, RemoveLora, active_loras, resolve_loras
+from .peft_files import LoraWeights
 
 __all__ = [
     "InstallLora",

@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import spec
@@ -23,7 +24,6 @@ from ..checkpoint.tensor_index import FLOAT_TYPES
 from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
 from ..spec.tensor_names import RowRange
 from ..spec.weight_roles import Matrix, matrices
-from .apply import LoraWeights
 
 MAX_CONFIG_BYTES = 32 * 2**20
 
@@ -48,6 +48,27 @@ UNSUPPORTED_OPTIONS = {  # option → what an adapter with it does, for the erro
     "megatron_config": "is split over machines (Megatron)",
     "ensure_weight_tying": "shares its matrices between embedding and head",
 }
+
+
+class LoraWeights(NamedTuple):
+    """The low-rank matrices A (`down`) and B (`up`) beside one matrix; `up` includes alpha / rank."""
+
+    down: Tensor  # (rank, in_features)
+    up: Tensor  # (rank, out_features)
+
+    def __call__(self, x: Tensor, scale: float) -> Tensor:
+        """x · A · B · scale: (…, in_features) → (…, out_features)."""
+        return (F.linear(x, self.down) * scale) @ self.up
+
+    def lookup(self, ids: Tensor, scale: float) -> Tensor:
+        """The same for one-hot vectors of token ids: (tokens,) → (tokens, out_features)."""
+        return (self.down[:, ids].T * scale) @ self.up
+
+    def shard(self, dim: int, start: int, stop: int) -> LoraWeights:
+        """The weights of a shard of the matrix: a range of inputs (dim 0) or of outputs (dim 1)."""
+        if dim == 0:
+            return LoraWeights(self.down[:, start:stop].contiguous(), self.up)
+        return LoraWeights(self.down, self.up[:, start:stop].contiguous())
 
 
 @dataclass(frozen=True)

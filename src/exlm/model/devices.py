@@ -33,13 +33,13 @@ DTYPES = {
 }
 
 
-LEAST = 64 << 20
+LIBRARY_BYTES = 64 << 20
 """Memory that C libraries take when a thread first calls them; loading needs that much beside the model."""
 
-STACK = 8 << 20
+THREAD_STACK_BYTES = 8 << 20
 """Usual stack of a thread, in bytes."""
 
-_SHARE = 32768
+OPENMP_GRAIN_SIZE = 32768
 """torch's grain size: elements that one OpenMP thread gets at least."""
 
 
@@ -152,12 +152,12 @@ def start_openmp(what: str) -> None:
     `what` begins the message. Without a limit on memory, the first large operation starts them.
     """
     threads = torch.get_num_threads()
-    require_address_space(LEAST + (threads - 1) * STACK, what)
-    if _limited():
-        torch.zeros(threads * _SHARE).add_(1)
+    require_address_space(LIBRARY_BYTES + (threads - 1) * THREAD_STACK_BYTES, what)
+    if _has_memory_limit():
+        torch.zeros(threads * OPENMP_GRAIN_SIZE).add_(1)
 
 
-def _limited() -> bool:
+def _has_memory_limit() -> bool:
     try:
         import resource
     except ImportError:  # Windows

@@ -30,7 +30,7 @@ from .builder import Builder
 from .cuda_graphs import MAX_GRAPH_TOKENS
 from .decoder import Decoder
 from .devices import DeviceInfo, device_context, disable_broken_amx, pick_dtype
-from .memory import check_rotary_tables
+from .placement import check_rope_tables
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ def load_modules(
 
     Without `has_embedding` or `has_head`, another rank has the embedding or the head.
     """
-    check_rotary_tables(config, module_devices)
+    check_rope_tables(config, module_devices)
     dtype = model_dtype(config, module_devices)
     backends_by_device: dict[int, BackendList] = {}
     for device_info in module_devices:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,30 +38,63 @@ from .instance import (
     no_progress,
     open_checkpoint,
 )
-from .memory import (
+from .model_runner import PagedModelRunner
+from .multiprocess import load_parallel
+from .placement import (
     CACHE_REMEDY,
     SPLIT_REMEDY,
     Budget,
     CacheOwnerInfo,
+    ModuleMemory,
     compute_profile,
     device_capacities,
     estimate_budget,
     estimate_modules,
+    format_bytes,
+    place_modules,
     split_capacities,
 )
-from .model_runner import PagedModelRunner
-from .parallel_driver import load_parallel
-from .placement import ModuleMemory, format_bytes, place_modules
-from .summary import LegacyModule, Summary, list_legacy_modules, summarize
+from .summary import Summary, summarize
 
 log = logging.getLogger(__name__)
 
-REMEDY = (
+OUT_OF_MEMORY_REMEDY = (
     "Free memory, raise the limit of this process (ulimit -v, or that of its container), or load a smaller "
     "model, one of fewer bits, or fewer tokens (config.max_seq_len)."
 )
 
 _LAYER_KEY = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
+
+
+class LegacyModule:
+    """A module as exllamav2 lists it: the embedding, a layer or the head. It computes nothing."""
+
+    def __init__(self, key: str, name: str, device_idx: int | None) -> None:
+        self.key = key
+        self.name = name
+        self._device_idx = device_idx
+
+    @property
+    def device_idx(self) -> int | None:
+        """The number of its GPU; -1: a CPU; None: not loaded."""
+        return self._device_idx
+
+    @device_idx.setter
+    def device_idx(self, wanted: int | None) -> None:
+        if wanted != self._device_idx:
+            warnings.warn(
+                f"{self.key} stays where it is: parts go to devices as model.load(gpu_split) or "
+                "model.load_autosplit(cache) say.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def reload(self) -> None:
+        """Do nothing: its weights are on their device."""
+
+    def __repr__(self) -> str:
+        """Its key and device."""
+        return f"{type(self).__name__}({self.key!r}, device_idx={self._device_idx})"
 
 
 class Loader:
@@ -146,7 +180,7 @@ class Loader:
         """`load_autosplit` as a generator: run it to its end."""
         self._check_lazy(cache)
         progress = LoadProgress(callback or no_progress, callback_gen)
-        yield from self._load(self._load_beside_cache(cache, reserve_vram, progress), progress, cache)
+        yield from self._load(self._load_with_cache(cache, reserve_vram, progress), progress, cache)
 
     def load_tp(
         self,
@@ -179,7 +213,7 @@ class Loader:
     ) -> Iterator[Any]:
         """`load_tp` as a generator: run it to its end."""
         progress = LoadProgress(callback or no_progress, callback_gen)
-        yield from self._load(self._load_ranks("tensors", gpu_split, progress), progress)
+        yield from self._load(self._load_ranks("tensor", gpu_split, progress), progress)
 
     def load_pipeline(
         self,
@@ -214,7 +248,7 @@ class Loader:
         refuse_removed_variables()
         self.unload()
         try:
-            with memory_errors(self._describe_failure, REMEDY):
+            with memory_errors(self._describe_failure, OUT_OF_MEMORY_REMEDY):
                 start_openmp(self._describe_failure())
                 self._loaded = yield from steps
                 self.loaded = True
@@ -244,7 +278,7 @@ class Loader:
                 placement = place_modules(modules, device_capacities(devices, None), CACHE_REMEDY)
         return (yield from self._load_placed(config, [devices[i] for i in placement], progress))
 
-    def _load_beside_cache(
+    def _load_with_cache(
         self, cache: CacheBase, reserve_vram: int | Sequence[int] | None, progress: LoadProgress
     ) -> LoadSteps:
         """Load in this process, leaving room for each layer's pages on the layer's device."""
@@ -377,9 +411,9 @@ class Loader:
     def modules(self) -> list[LegacyModule]:
         """The modules as exllamav2 lists them, read-only."""
         if self._loaded is None:
-            return list_legacy_modules(len(self.config.spec.layers), None)
+            return _list_legacy_modules(len(self.config.spec.layers), None)
         devices = [_device_index(info.device) for info in self._loaded.module_devices]
-        return list_legacy_modules(len(devices) - 2, devices)
+        return _list_legacy_modules(len(devices) - 2, devices)
 
     @modules.setter
     def modules(self, wanted: object) -> None:
@@ -440,3 +474,11 @@ def _stored_bytes(path: Path) -> int:
 def _device_index(device: torch.device) -> int:
     """A GPU's number; -1 for a CPU."""
     return -1 if device.type == "cpu" else device.index or 0
+
+
+def _list_legacy_modules(layers: int, devices: list[int] | None) -> list[LegacyModule]:
+    """The embedding, all layers and the head."""
+    keys = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(layers)), "lm_head"]
+    names = ["Embedding", *["Layer"] * layers, "Head"]
+    places: list[int | None] = [None] * len(keys) if devices is None else [*devices]
+    return [LegacyModule(*each) for each in zip(keys, names, places, strict=True)]

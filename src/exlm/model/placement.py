@@ -1,17 +1,57 @@
-"""Assign modules to devices by their sizes. Pure functions, without torch and files.
+"""Fit a model into its devices: estimate each module's memory, then give each device consecutive modules.
 
-Each device gets consecutive modules, so that the hidden state is transferred once between devices.
+Sizes come from the files' headers, the spec and the cache's layout, before anything is loaded. Consecutive
+modules need one transfer of the hidden state between devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import DoesNotFit
+import torch
+
+from .. import spec
+from ..checkpoint import WeightSource
+from ..config import FrozenConfig
+from ..errors import DoesNotFit, InputError
+from ..kernels.dispatch import backends_for
+from ..kernels.interface import MAX_DEQUANT_BYTES
+from ..kvcache import PAGE_SIZE, LayerShape
+from ..spec.weight_roles import Matrix, matrices
+from .devices import DeviceInfo, pick_dtype
+
+log = logging.getLogger(__name__)
 
 GB = 1 << 30
 MB = 1 << 20
+
+ASSUMED_LOGITS_ROWS = 64
+"""Rows of logits that a step is assumed to compute."""
+
+MERGED_MATRICES = ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")
+"""Matrices that a GPU dequantises together, for one GEMM."""
+
+MAX_CONTEXT = 1 << 24
+"""Longest context that `plan` tries."""
+
+DEFAULT_RESERVE = 192 << 20, 64 << 20
+"""Bytes left free by default on the first device and on each other one."""
+
+ROPE_TABLE_DIVISOR = 4
+"""RoPE tables may take free memory / ROPE_TABLE_DIVISOR of a device: a cache of that length takes more."""
+
+UNCHECKED_ROPE_BYTES = 1 << 28
+"""RoPE tables up to this size are not checked; less than two million positions of a common model."""
+
+CACHE_REMEDY = (
+    "Take a cache with a smaller max_seq_len or of fewer bits (CacheQ4), lower reserve_vram, or name more "
+    'devices, as in config.device = "cuda:0,cuda:1,cpu".'
+)
+SPLIT_REMEDY = (
+    "Raise the numbers of gpu_split (GB of weights for each device), leave it out, or name more devices."
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +84,7 @@ class DeviceLoad:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Weights, cache and workspace."""
         return self.weights + self.cache + self.workspace
 
     def with_module(self, module: ModuleMemory, has_first: bool) -> DeviceLoad:
@@ -109,3 +149,301 @@ def _does_not_fit(
 def format_bytes(count: int) -> str:
     """Bytes as GB or MB."""
     return f"{count / GB:,.2f} GB" if count >= GB // 10 else f"{count / MB:,.1f} MB"
+
+
+@dataclass(frozen=True)
+class ComputeProfile:
+    """What the size of a model's workspace depends on."""
+
+    dtype: torch.dtype
+    uses_reference: bool  # plain torch: dequantises weights and gathers pages in each call
+    num_cached_tokens: int = 0  # tokens in the cache, of all sequences
+
+
+@dataclass(frozen=True)
+class CacheOwnerInfo:
+    """A `CacheOwner` without a model."""
+
+    cache_shapes: Sequence[LayerShape]
+    cache_dtype: torch.dtype
+    cache_devices: Sequence[torch.device] | None = None
+    cache_max_seq_len: int = PAGE_SIZE
+    cache_replicator: None = None
+
+
+@dataclass(frozen=True)
+class DeviceBudget:
+    """Memory of one device, in bytes."""
+
+    name: str
+    usable: int
+    weights: int
+    cache: int
+    workspace: int
+    modules: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a model would need on each device, whether it fits, and the longest possible context."""
+
+    devices: tuple[DeviceBudget, ...]
+    fits: bool
+    context: int  # tokens of each sequence
+    largest: int  # the longest context that would fit; 0 if not even one page does
+    problem: str  # why it does not fit and the remedy; empty if it fits
+
+
+def compute_profile(
+    config: FrozenConfig,
+    device_infos: Sequence[DeviceInfo],
+    num_cached_tokens: int = 0,
+    *,
+    hypothetical: bool = False,
+) -> ComputeProfile:
+    """The profile on these devices."""
+    first = device_infos[0].device
+    if hypothetical:
+        return ComputeProfile(pick_dtype(config.dtype or "float16", None, first), False, num_cached_tokens)
+    dtype = pick_dtype(config.dtype, config.stored_dtype, first)
+    uses_reference = any(
+        device_info.device.type == "cpu"
+        or backends_for(device_info.device, dtype).backends[0].name == "reference"
+        for device_info in device_infos
+    )
+    return ComputeProfile(dtype, uses_reference, num_cached_tokens)
+
+
+def estimate_modules(
+    config: FrozenConfig, source: WeightSource, profile: ComputeProfile, cache_bytes: Sequence[int]
+) -> list[ModuleMemory]:
+    """Each module's memory; `cache_bytes` has those of each layer's pages."""
+    m, item_bytes = config.spec, profile.dtype.itemsize
+    packed_sizes: dict[str, dict[str, int]] = {}  # weights in each module's packed matrices
+    weight_bytes: dict[str, int] = {}
+    for matrix in matrices(m):
+        owner = ".".join(matrix.role.split(".")[:2]) if matrix.role != "head" else "head"
+        tied = owner == "head" and m.head.tied and not source.has("head")
+        nbytes, codes = _matrix_bytes(source, matrix, item_bytes) if not tied else (0, False)
+        weight_bytes[owner] = weight_bytes.get(owner, 0) + nbytes
+        owner_sizes = packed_sizes.setdefault(owner, {})
+        if codes:
+            owner_sizes[matrix.role.removeprefix(owner + ".")] = matrix.in_features * matrix.out_features
+    table_bytes, shared_bytes = _embedding_bytes(source, m, item_bytes)
+    tokens = min(config.max_input_len, config.max_seq_len)
+    modules = [
+        ModuleMemory(
+            "embedding",
+            table_bytes + m.embed.learned_positions * m.hidden * item_bytes,
+            workspace=tokens * m.hidden * 4,
+        )
+    ]
+    for i, layer in enumerate(m.layers):
+        name = f"layers.{i}"
+        workspace = _dequantized_bytes(packed_sizes[name], profile) + _activation_bytes(
+            config, layer, profile
+        )
+        modules.append(ModuleMemory(name, weight_bytes[name] + 6 * m.hidden * 4, cache_bytes[i], workspace))
+    rows = config.max_output_len or ASSUMED_LOGITS_ROWS
+    dequantized = (
+        _dequantized_bytes(packed_sizes["head"], profile)
+        if profile.uses_reference or rows > ASSUMED_LOGITS_ROWS
+        else 0
+    )
+    modules.append(
+        ModuleMemory(
+            "head", weight_bytes["head"] + m.hidden * 4, 0, rows * m.vocab * 8 + dequantized, shared_bytes
+        )
+    )
+    return modules
+
+
+def device_capacities(
+    device_infos: Sequence[DeviceInfo], reserve: int | Sequence[int] | None
+) -> list[DeviceCapacity]:
+    """The devices' free memory, less what is reserved."""
+    numbers = reserve if isinstance(reserve, list | tuple) else [0 if reserve is None else reserve]
+    if not all(isinstance(number, int | float) and 0 <= number < 1 << 50 for number in numbers):
+        raise InputError(
+            "reserve_vram is a number of bytes that are left free, 0 or more, or a list with one for each "
+            f"device; found {reserve!r}."
+        )
+    if isinstance(reserve, int | float):
+        reserved = [int(reserve)] * len(device_infos)
+    else:
+        given = [int(one) for one in numbers_for_devices("reserve_vram", reserve or (), device_infos)]
+        reserved = [
+            given[i] if i < len(given) else DEFAULT_RESERVE[min(i, 1)] for i in range(len(device_infos))
+        ]
+    return [
+        DeviceCapacity(device_info.name, max(0, device_info.free - keep))
+        for device_info, keep in zip(device_infos, reserved, strict=True)
+    ]
+
+
+def split_capacities(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[float]) -> list[DeviceCapacity]:
+    """The devices, each with the GB that `gpu_split` gives for weights."""
+    check_gpu_split(gpu_split)
+    numbers = numbers_for_devices("gpu_split", gpu_split, device_infos)
+    if not any(numbers):
+        names = ", ".join(device_info.name for device_info in device_infos)
+        raise InputError(
+            f"gpu_split {list(gpu_split)} gives nothing to the devices that are here ({names}): its first "
+            "number is for the first of them. Leave gpu_split out, or give that device a number above 0."
+        )
+    return [
+        DeviceCapacity(device_info.name, int(gb * GB))
+        for device_info, gb in zip(device_infos, numbers, strict=False)
+    ]
+
+
+def numbers_for_devices(
+    name: str, numbers: Sequence[float], device_infos: Sequence[DeviceInfo]
+) -> Sequence[float]:
+    """The numbers of a list that have a device; the rest is ignored with a warning.
+
+    Programs written for several GPUs pass such lists on machines with one, too.
+    """
+    beyond = list(numbers[len(device_infos) :])
+    if beyond:
+        log.warning(
+            "%s has %d numbers, and only %d of them for devices that are here (%s): %s is ignored. More "
+            'devices are used if they are named, as in config.device = "cuda:0,cuda:1,cpu".',
+            *(name, len(numbers), len(device_infos), ", ".join(info.name for info in device_infos), beyond),
+        )
+    return numbers[: len(device_infos)]
+
+
+def check_gpu_split(gpu_split: object) -> None:
+    """Raise for anything but a list of GB with a positive number."""
+    found: object = gpu_split
+    if isinstance(gpu_split, Sequence) and not isinstance(gpu_split, str):
+        odd = [n for n in gpu_split if isinstance(n, bool) or not isinstance(n, int | float)]
+        odd += [n for n in gpu_split if n not in odd and not 0 <= n < 1 << 20]
+        if any(gpu_split) and not odd:
+            return
+        found = odd[0] if odd else gpu_split
+    raise InputError(
+        f"gpu_split is a list with GB for each device, as in [20, 24]; found {found!r}. load_autosplit "
+        "divides a model by what is free."
+    )
+
+
+def estimate_budget(
+    estimate_at: Callable[[int], list[ModuleMemory]], capacities: Sequence[DeviceCapacity], context: int
+) -> Budget:
+    """Each device's memory for a context, and the longest context that would fit.
+
+    `estimate_at`: tokens of each sequence → each module's memory.
+    """
+
+    def try_context(count: int) -> tuple[list[int] | None, str]:
+        try:
+            return place_modules(estimate_at(count), capacities, CACHE_REMEDY), ""
+        except DoesNotFit as error:
+            return None, str(error)
+
+    placement, problem = try_context(context)
+    low, high = 0, max(MAX_CONTEXT, context) // PAGE_SIZE
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if try_context(middle * PAGE_SIZE)[0] is not None else (low, middle - 1)
+    modules = estimate_at(context)
+    loads_by_device = (
+        device_loads(modules, placement, len(capacities))
+        if placement is not None
+        else _overcommitted_loads(modules, capacities)
+    )
+    return Budget(
+        tuple(
+            DeviceBudget(
+                capacity.name, capacity.free, load.weights, load.cache, load.workspace, load.num_modules
+            )
+            for capacity, load in zip(capacities, loads_by_device, strict=True)
+        ),
+        placement is not None,
+        context,
+        low * PAGE_SIZE,
+        problem,
+    )
+
+
+def _overcommitted_loads(
+    modules: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity]
+) -> list[DeviceLoad]:
+    """The devices' loads if the last device took everything that does not fit."""
+    total = sum(module.weights + module.cache + module.workspace + module.shared for module in modules)
+    enlarged = [*capacities[:-1], DeviceCapacity(capacities[-1].name, total)]
+    return device_loads(modules, place_modules(modules, enlarged, ""), len(capacities))
+
+
+def _matrix_bytes(source: WeightSource, matrix: Matrix, item_bytes: int) -> tuple[int, bool]:
+    """Bytes of a matrix in memory, and whether it is packed."""
+    form, nbytes = source.describe(matrix.role)
+    if form.startswith("dense"):
+        return (matrix.in_features + matrix.bias) * matrix.out_features * item_bytes, False
+    return nbytes, True
+
+
+def _embedding_bytes(source: WeightSource, m: spec.Model, item_bytes: int) -> tuple[int, int]:
+    """Bytes of the embedding, and of those what a tied head shares."""
+    form, nbytes = source.describe("embed")
+    if not m.head.tied or source.has("head"):
+        return nbytes, 0
+    total = m.vocab * m.hidden * item_bytes if form.startswith("dense") else nbytes
+    return total, total
+
+
+def _dequantized_bytes(packed_sizes: Mapping[str, int], profile: ComputeProfile) -> int:
+    """Bytes of a module's matrices dequantised, of which a large GEMM needs some at a time."""
+    item_bytes, largest = profile.dtype.itemsize, max(packed_sizes.values(), default=0)
+    if profile.uses_reference:
+        return largest * (item_bytes + 8)
+    merged = (item_bytes * sum(packed_sizes.get(role, 0) for role in roles) for roles in MERGED_MATRICES)
+    return max(item_bytes * largest, *(nbytes for nbytes in merged if nbytes <= MAX_DEQUANT_BYTES), 0)
+
+
+def _activation_bytes(config: FrozenConfig, layer: spec.Layer, profile: ComputeProfile) -> int:
+    """Bytes of one layer's activations, and of its RoPE tables."""
+    attn, mlp, item_bytes = layer.attn, layer.mlp, profile.dtype.itemsize
+    active = mlp.active if isinstance(mlp, spec.Moe) else 1
+    wide = 6 * config.spec.hidden + 2 * (attn.heads + 2 * attn.kv_heads) * attn.head_dim
+    total = min(config.max_input_len, config.max_seq_len) * (wide + 3 * mlp.width * active) * item_bytes
+    if attn.rope is not None:
+        total += config.max_seq_len * attn.rope.dim * 4
+    if profile.uses_reference:
+        seen = min(config.max_attention_size, config.max_input_len * config.max_seq_len)
+        total += (
+            attn.heads * seen * item_bytes
+            + 2 * profile.num_cached_tokens * attn.kv_heads * attn.head_dim * item_bytes
+        )
+    return total
+
+
+def check_rope_tables(config: FrozenConfig, module_devices: Sequence[DeviceInfo]) -> None:
+    """DoesNotFit if the RoPE tables of a device's layers take too much of its memory."""
+    length = config.max_seq_len
+    for device_info in {id(one): one for one in module_devices}.values():
+        needed = _rope_bytes_per_position(config.spec, module_devices, device_info) * length
+        most = max(UNCHECKED_ROPE_BYTES, device_info.free // ROPE_TABLE_DIVISOR)
+        if needed > most:
+            raise DoesNotFit(
+                f"{config.path}: config.max_seq_len is {length:,}, and rotary tables for so many positions "
+                f"take {format_bytes(needed)} on {device_info.name}, which has "
+                f"{format_bytes(device_info.free)} free. Set config.max_seq_len to the longest sequence "
+                "you want before loading: with at most "
+                f"{most * length // needed:,} the tables leave room for weights and cache."
+            )
+
+
+def _rope_bytes_per_position(
+    model: spec.Model, module_devices: Sequence[DeviceInfo], device_info: DeviceInfo
+) -> int:
+    """Peak bytes that one position takes while the RoPE tables of a device's layers are made."""
+    layers = zip(module_devices[1:], model.layers, strict=False)
+    ropes = {layer.attn.rope for device, layer in layers if device is device_info and layer.attn.rope}
+    widths = [rope.dim for rope in ropes]
+    # Two float32 numbers for each pair of dimensions. A CPU makes the tables: angles and a product of the
+    # last table's size are in memory for a while.
+    making = max(widths, default=0) if device_info.device.type == "cpu" else 0
+    return 4 * (sum(widths) + making)

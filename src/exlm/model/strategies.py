@@ -15,13 +15,13 @@ from ..nn import Batch
 from ..parallel import (
     BroadcastEmbedding,
     Group,
-    LayersSource,
+    LayerRangeSource,
     MatrixSlice,
     ReceivedEmbedding,
     ShardedSource,
     combine_ranks,
     shard,
-    slice_of,
+    slice_of_rank,
     split_evenly,
 )
 from .decoder import Decoder
@@ -98,7 +98,7 @@ class TensorParallel:
         """A slice of a cut matrix, all of a replicated one."""
         if role == "embed" and rank > 0:
             return None
-        return RoleShard(role, slice_of(config.spec, role, rank, size))
+        return RoleShard(role, slice_of_rank(config.spec, role, rank, size))
 
 
 class PipelineParallel:
@@ -123,7 +123,7 @@ class PipelineParallel:
         """Load the rank's layers."""
         first, last = split_evenly(len(config.spec.layers), size)[rank]
         stage = replace(config, spec=replace(config.spec, layers=config.spec.layers[first:last]))
-        source = LayersSource(open_checkpoint(config), first)
+        source = LayerRangeSource(open_checkpoint(config), first)
         device_infos = [device_info] * (last - first + 2)
         endpoints = {"has_embedding": rank == 0, "has_head": rank == size - 1}
         return load_modules(stage, source, device_infos, progress, **endpoints)
@@ -194,7 +194,7 @@ class PipelineStage(Decoder):
         return torch.empty(shape, dtype=dtype, device=self.group.device)
 
 
-STRATEGIES: dict[str, ParallelStrategy] = {"tensors": TensorParallel(), "pipeline": PipelineParallel()}
+STRATEGIES: dict[str, ParallelStrategy] = {"tensor": TensorParallel(), "pipeline": PipelineParallel()}
 
 
 def _residual_dtype(loaded: ModelInstance) -> torch.dtype:

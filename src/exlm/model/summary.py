@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -105,42 +104,3 @@ def _backend_of(form: str, matrix: Matrix, source: WeightSource, backends: Backe
     except Unsupported:
         return "none"
     return backends.records[-1].backend
-
-
-class LegacyModule:
-    """A module as exllamav2 lists it: the embedding, a layer or the head. It computes nothing."""
-
-    def __init__(self, key: str, name: str, device_idx: int | None) -> None:
-        self.key = key
-        self.name = name
-        self._device_idx = device_idx
-
-    @property
-    def device_idx(self) -> int | None:
-        """The number of its GPU; -1: a CPU; None: not loaded."""
-        return self._device_idx
-
-    @device_idx.setter
-    def device_idx(self, wanted: int | None) -> None:
-        if wanted != self._device_idx:
-            warnings.warn(
-                f"{self.key} stays where it is: parts go to devices as model.load(gpu_split) or "
-                "model.load_autosplit(cache) say.",
-                UserWarning,
-                stacklevel=2,
-            )
-
-    def reload(self) -> None:
-        """Do nothing: its weights are on their device."""
-
-    def __repr__(self) -> str:
-        """Its key and device."""
-        return f"{type(self).__name__}({self.key!r}, device_idx={self._device_idx})"
-
-
-def list_legacy_modules(layers: int, devices: list[int] | None) -> list[LegacyModule]:
-    """The embedding, all layers and the head."""
-    keys = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(layers)), "lm_head"]
-    names = ["Embedding", *["Layer"] * layers, "Head"]
-    places: list[int | None] = [None] * len(keys) if devices is None else [*devices]
-    return [LegacyModule(*each) for each in zip(keys, names, places, strict=True)]

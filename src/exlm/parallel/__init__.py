@@ -1,23 +1,29 @@
-"""One model in several processes, as far as it needs no loader: shards, collectives, messages, launch.
+"""One model in several processes, as far as it needs no loader: shards, collectives, messages, processes.
 
-`shard` (pure) computes each rank's part of every matrix, `sharded_source` reads it, `modules` combine the
-ranks' outputs, `comm` has collectives and messages, `launch` starts workers and `driver` is rank 0's hold on
-them. `model` imports it for tensor and pipeline parallel (`model.strategies`, `parallel_driver`,
-`parallel_worker`).
+`shard` computes each rank's part of every matrix and reads it, `modules` combine the ranks' outputs, `comm`
+has collectives and messages, `workers` starts, controls and stops the processes. `model` imports it for
+tensor and pipeline parallel (`model.strategies`, `model.multiprocess`).
 """
 
 from .comm import Channel, Group, GroupBroken, Message
-from .driver import RankDriver
 from .modules import BroadcastEmbedding, RankCombiner, ReceivedEmbedding, combine_ranks
-from .shard import MatrixSlice, check_shardable, shard, slice_of, split_evenly
-from .sharded_source import LayersSource, ShardedSource
+from .shard import (
+    LayerRangeSource,
+    MatrixSlice,
+    ShardedSource,
+    check_shardable,
+    shard,
+    slice_of_rank,
+    split_evenly,
+)
+from .workers import RankDriver
 
 __all__ = [
     "BroadcastEmbedding",
     "Channel",
     "Group",
     "GroupBroken",
-    "LayersSource",
+    "LayerRangeSource",
     "MatrixSlice",
     "Message",
     "RankCombiner",
@@ -27,6 +33,6 @@ __all__ = [
     "check_shardable",
     "combine_ranks",
     "shard",
-    "slice_of",
+    "slice_of_rank",
     "split_evenly",
 ]

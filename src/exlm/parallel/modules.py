@@ -17,7 +17,7 @@ from .. import spec
 from ..kernels.interface import QKNormFn
 from ..nn import Batch, Embedding, Experts, Linear
 from .comm import Group
-from .shard import first_of_head, ranges
+from .shard import aligned_ranges, is_first_kv_replica
 
 
 class ModuleTree(Protocol):
@@ -134,14 +134,14 @@ def combine_ranks(net: ModuleTree, model: spec.Model, group: Group) -> None:
     for i, layer in enumerate(model.layers):
         net.replace(f"layers.{i}.attn.o", partial(RowParallelLinear, group))
         if (qk := layer.attn.qk_norm) is not None and qk.scope == "all":
-            counted = first_of_head(layer.attn, group.rank, group.size)
+            counted = is_first_kv_replica(layer.attn, group.rank, group.size)
             shared = partial(ShardedQKNorm, group, layer.attn, qk.norm.eps, counted)
             net.replace(f"layers.{i}.attn.norm", shared)
         if isinstance(layer.mlp, spec.Moe):
             net.replace(f"layers.{i}.mlp.experts", partial(RowParallelExperts, group))
         else:
             net.replace(f"layers.{i}.mlp.down", partial(RowParallelLinear, group))
-    sizes = [stop - start for start, stop in ranges(model.vocab, group.size)]
+    sizes = [stop - start for start, stop in aligned_ranges(model.vocab, group.size)]
     net.replace("head", partial(GatheredHead, group, sizes))
 
 

@@ -1,8 +1,10 @@
-"""Tensor-parallel sharding: a model's description → the description of one rank's shard. Pure, no tensors.
+"""One rank's shard of a model: its spec, the slices of matrices it has, and weight sources that read them.
 
-Attention is cut by heads, an MLP (each expert's too) by width, the head by vocabulary; norms and routers are
-replicated. A rank's queries need the keys they attend to, so shards are whole groups of query heads with
-their kv head (GQA); with more ranks than kv heads, a group is cut and its kv head replicated.
+Tensor parallel cuts attention by heads, an MLP (each expert's too) by width, the head by vocabulary; norms
+and routers are replicated. A rank's queries need the keys they attend to, so shards are whole groups of
+query heads with their kv head (GQA); with more ranks than kv heads, a group is cut and its kv head
+replicated. A matrix is read whole and then cut, so that every format can be sharded. Pipeline parallel
+gives each rank some layers.
 """
 
 from __future__ import annotations
@@ -11,12 +13,20 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from .. import spec
+from ..checkpoint import WeightSource
+from ..checkpoint.source import WeightSourceWrapper
+from ..checkpoint.tensor_index import Shape
 from ..errors import Unsupported
+from ..formats import DenseWeight, PackedWeight, Weight
+from ..spec.weight_roles import matrices
 
 Range = tuple[int, int]
 
-UNITS = 128, 32, 1
+ALIGNMENTS = 128, 32, 1
 """Widths are cut at multiples of the first of these numbers that gives each rank at least one."""
 
 _ROLE = re.compile(
@@ -32,16 +42,16 @@ class MatrixSlice(NamedTuple):
     stop: int
 
 
-class Heads(NamedTuple):
+class RankHeads(NamedTuple):
     """A rank's heads."""
 
     q: Range
     kv: Range
 
 
-def ranges(length: int, size: int) -> list[Range]:
+def aligned_ranges(length: int, size: int) -> list[Range]:
     """A length in as many parts of whole units as there are ranks, the first ones larger."""
-    unit = next(unit for unit in UNITS if length // unit >= size or unit == 1)
+    unit = next(unit for unit in ALIGNMENTS if length // unit >= size or unit == 1)
     whole = length // unit
     starts = [min(length, unit * (whole // size * r + min(r, whole % size))) for r in range(size)]
     return list(zip(starts, [*starts[1:], length], strict=True))
@@ -53,30 +63,30 @@ def split_evenly(count: int, parts: int) -> list[Range]:
     return list(zip(starts, [*starts[1:], count], strict=True))
 
 
-def heads(attn: spec.Attention, rank: int, size: int) -> Heads:
+def heads_of_rank(attn: spec.Attention, rank: int, size: int) -> RankHeads:
     """A rank's query heads, and the kv heads that they attend to."""
     group = attn.heads // attn.kv_heads
     if size <= attn.kv_heads:
         start, stop = split_evenly(attn.kv_heads, size)[rank]
-        return Heads((start * group, stop * group), (start, stop))
+        return RankHeads((start * group, stop * group), (start, stop))
     sharing = split_evenly(size, attn.kv_heads)  # the ranks of each kv head
     kv = next(i for i, (first, last) in enumerate(sharing) if first <= rank < last)
     first, last = sharing[kv]
     start, stop = split_evenly(group, last - first)[rank - first]
-    return Heads((kv * group + start, kv * group + stop), (kv, kv + 1))
+    return RankHeads((kv * group + start, kv * group + stop), (kv, kv + 1))
 
 
-def first_of_head(attn: spec.Attention, rank: int, size: int) -> bool:
+def is_first_kv_replica(attn: spec.Attention, rank: int, size: int) -> bool:
     """Whether a rank is the first of those that replicate its kv heads."""
-    return rank == 0 or heads(attn, rank - 1, size).kv != heads(attn, rank, size).kv
+    return rank == 0 or heads_of_rank(attn, rank - 1, size).kv != heads_of_rank(attn, rank, size).kv
 
 
 def shard(model: spec.Model, rank: int, size: int) -> spec.Model:
     """The description of a rank's shard: fewer heads and narrower MLPs, the rest unchanged."""
 
     def narrow(layer: spec.Layer) -> spec.Layer:
-        q, kv = heads(layer.attn, rank, size)
-        start, stop = ranges(layer.mlp.width, size)[rank]
+        q, kv = heads_of_rank(layer.attn, rank, size)
+        start, stop = aligned_ranges(layer.mlp.width, size)[rank]
         return replace(
             layer,
             attn=replace(layer.attn, heads=q[1] - q[0], kv_heads=kv[1] - kv[0]),
@@ -86,21 +96,21 @@ def shard(model: spec.Model, rank: int, size: int) -> spec.Model:
     return replace(model, layers=tuple(narrow(layer) for layer in model.layers))
 
 
-def slice_of(model: spec.Model, role: str, rank: int, size: int) -> MatrixSlice | None:
+def slice_of_rank(model: spec.Model, role: str, rank: int, size: int) -> MatrixSlice | None:
     """A rank's part of a tensor; None if it is replicated. Slices of head norms count heads."""
     if role == "head":
-        return MatrixSlice(1, *ranges(model.vocab, size)[rank])
+        return MatrixSlice(1, *aligned_ranges(model.vocab, size)[rank])
     found = _ROLE.fullmatch(role)
     if found is None:
         return None
     layer = model.layers[int(found[1])]
-    q, kv = heads(layer.attn, rank, size)
+    q, kv = heads_of_rank(layer.attn, rank, size)
     if part := found[4]:
         return MatrixSlice(0, *(q if part == "q" else kv))
     if part := found[2]:
         start, stop = kv if part in "kv" else q
         return MatrixSlice(0 if part == "o" else 1, start * layer.attn.head_dim, stop * layer.attn.head_dim)
-    return MatrixSlice(0 if found[3] == "down" else 1, *ranges(layer.mlp.width, size)[rank])
+    return MatrixSlice(0 if found[3] == "down" else 1, *aligned_ranges(layer.mlp.width, size)[rank])
 
 
 def check_shardable(model: spec.Model, size: int) -> None:
@@ -118,3 +128,137 @@ def check_shardable(model: spec.Model, size: int) -> None:
             raise Unsupported(
                 f"Layer {i} takes the mean of all heads together, which a rank that has some cannot. {remedy}"
             )
+
+
+class ShardedSource(WeightSourceWrapper):
+    """A source that gives one rank's parts of all matrices.
+
+    It has a head of its own even if the model ties it to the embedding: the head is cut, the embedding is
+    not.
+    """
+
+    def __init__(self, inner: WeightSource, model: spec.Model, rank: int, size: int) -> None:
+        super().__init__(inner)
+        self.model, self.rank, self.size = model, rank, size
+        self._whole = {matrix.role: matrix for matrix in matrices(model)}
+
+    def has(self, role: str) -> bool:
+        """Whether the files hold this role; the head is always there."""
+        return role == "head" or self.inner.has(role)
+
+    def tensor(
+        self,
+        role: str,
+        shape: Shape | tuple[Shape, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        suffix: str = "weight",
+        finite: bool = False,
+    ) -> Tensor:
+        """A float tensor; a q or k norm with a scale for each head is cut to this rank's heads."""
+        cut = slice_of_rank(self.model, role, self.rank, self.size)
+        if cut is None:
+            return super().tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
+        attn = self.model.layers[int(role.split(".")[1])].attn
+        heads, d = attn.heads if role.endswith("q_norm") else attn.kv_heads, attn.head_dim
+        wide = attn.qk_norm is not None and attn.qk_norm.scope == "all"
+        shapes: tuple[Shape, ...] = ((heads * d,),) if wide else ((d,), (heads, d))
+        whole = self.inner.tensor(role, shapes, dtype=dtype, device=device, suffix=suffix, finite=finite)
+        if whole.dim() == 1 and not wide:
+            return whole
+        shard = whole.view(heads, d)[cut.start : cut.stop].clone()
+        return shard.flatten() if wide else shard
+
+    def weight(
+        self,
+        role: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        fallback: str | None = None,
+    ) -> Weight:
+        """This rank's part of a matrix."""
+        cut = slice_of_rank(self.model, role, self.rank, self.size)
+        if cut is None:
+            return super().weight(
+                role, in_features, out_features, bias=bias, dtype=dtype, device=device, fallback=fallback
+            )
+        _, wide, high, bias = self._whole[role]
+        tied = "embed" if role == "head" and self.model.head.tied else fallback
+        whole = self.inner.weight(role, wide, high, bias=bias, dtype=dtype, device=device, fallback=tied)
+        return slice_weight(whole, cut, keep_bias=self.rank == 0)
+
+
+def slice_weight(weight: Weight, cut: MatrixSlice, *, keep_bias: bool) -> Weight:
+    """A copy of a part of a matrix; a row-parallel matrix keeps its bias on one rank only."""
+    (piece,) = weight.split(cut.dim, [(cut.start, cut.stop)])
+    drop_bias = cut.dim == 0 and not keep_bias
+    if isinstance(piece, DenseWeight):
+        bias = None if drop_bias or piece.bias is None else piece.bias.clone()
+        return DenseWeight(piece.data.clone(memory_format=torch.contiguous_format), bias)
+    if isinstance(piece, PackedWeight) and drop_bias:
+        return replace(piece, bias=None)
+    return piece
+
+
+class LayerRangeSource(WeightSourceWrapper):
+    """A source that counts layers from `first` on."""
+
+    def __init__(self, inner: WeightSource, first: int) -> None:
+        super().__init__(inner)
+        self.first = first
+
+    def has(self, role: str) -> bool:
+        """Whether the files hold this role."""
+        return super().has(self._whole(role))
+
+    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
+        """The stored form."""
+        return super().describe(self._whole(role), fallback)
+
+    def tensor(
+        self,
+        role: str,
+        shape: Shape | tuple[Shape, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        suffix: str = "weight",
+        finite: bool = False,
+    ) -> Tensor:
+        """A float tensor that is no matrix to multiply with."""
+        whole = self._whole(role)
+        return super().tensor(whole, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
+
+    def weight(
+        self,
+        role: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        fallback: str | None = None,
+    ) -> Weight:
+        """A matrix to multiply with."""
+        return super().weight(
+            self._whole(role),
+            in_features,
+            out_features,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            fallback=fallback,
+        )
+
+    def _whole(self, role: str) -> str:
+        """The role's name in the whole model."""
+        match role.split(".", 2):
+            case ["layers", layer, rest]:
+                return f"layers.{int(layer) + self.first}.{rest}"
+        return role

@@ -1,18 +1,20 @@
-"""Rank 0 of a model in several processes: load it, then keep the workers in step.
+"""A model in several processes: rank 0, which callers use like a model in one process, and its workers.
 
-`DriverDecoder` sends each batch to the workers before it runs it, and each LoRA's shards;
-`WorkerCacheReplicator` repeats on the workers what is done to caches. Callers (`forward`, the runner, the
-generator) use both as they use a model in one process.
+`load_parallel` loads a shard in each process. `DriverDecoder` sends each batch and each LoRA's shards to
+the workers before rank 0 runs them; `WorkerCacheReplicator` repeats on the workers what is done to caches.
+A worker (rank 1 and up) loads its shard, then handles rank 0's messages until the channel closes.
 """
 
 from __future__ import annotations
 
+import logging
+import socket
 import sys
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from .. import spec
 from ..config import Config, FrozenConfig
 from ..errors import DoesNotFit, InputError, Unsupported
 from ..kernels.interface import LayerKVCache
-from ..kvcache import CacheBase, CacheLayer
-from ..lora import InstallLora, ModuleChange, RemoveLora
-from ..nn import Batch
-from ..parallel import Group, Message, RankDriver
-from ..parallel.launch import (
+from ..kvcache import CACHES, Cache, CacheBase, CacheLayer, NoCache
+from ..lora import InstallLora, LoraWeights, ModuleChange, RemoveLora
+from ..nn import Batch, LoraRef
+from ..parallel import Channel, Group, Message, RankDriver
+from ..parallel.workers import (
     RankInfo,
     accept_workers,
     connect_to_driver,
@@ -39,12 +42,36 @@ from ..parallel.launch import (
     torchrun_rank,
 )
 from .decoder import Decoder
-from .devices import DeviceInfo
-from .instance import LoadProgress, LoadSteps, ModelInstance, load_modules, open_checkpoint
-from .memory import SPLIT_REMEDY, check_gpu_split, compute_profile, estimate_modules, split_capacities
-from .parallel_worker import REPLICATED_CACHES, run_worker
-from .placement import DeviceCapacity, format_bytes
+from .devices import DeviceInfo, list_devices
+from .instance import (
+    LoadProgress,
+    LoadSteps,
+    ModelInstance,
+    load_modules,
+    open_checkpoint,
+    run_to_end,
+)
+from .placement import (
+    SPLIT_REMEDY,
+    CacheOwnerInfo,
+    DeviceCapacity,
+    check_gpu_split,
+    compute_profile,
+    estimate_modules,
+    format_bytes,
+    split_capacities,
+)
 from .strategies import STRATEGIES, ParallelStrategy, RoleShard
+
+log = logging.getLogger(__name__)
+
+REPLICATED_METHODS = ("copy", "copy_states", "roll_left")
+"""Methods of a cache that rank 0 calls on every rank."""
+
+_CACHE_CLASSES: list[type[CacheBase]] = [Cache, *CACHES.values()]
+
+REPLICATED_CACHES = {cache_class.__name__: cache_class for cache_class in _CACHE_CLASSES}
+"""The caches that rank 0 can have the workers allocate, by class name."""
 
 RoleShardFn = Callable[[str, int], RoleShard | None]
 """(role, rank) → the rank's shard of the role's matrix, None if it has none."""
@@ -123,7 +150,7 @@ def _spawned_workers(
             "threads": max(1, torch.get_num_threads() // count),
         }
         tasks = [{**task, "rank": r, "device": str(devices[r].device)} for r in range(1, count)]
-        driver = RankDriver(*start_workers("exlm.model.parallel_worker", tasks))
+        driver = RankDriver(*start_workers(__name__, tasks))
         try:
             yield driver, file_store(store_path, count)
         except BaseException as error:
@@ -322,6 +349,98 @@ class DriverDecoder(Decoder):
                 self.inner.replace(rank_change.module_role, rank_change.to(self.device))
 
 
+def main(task: Mapping[str, Any]) -> None:
+    """Entry point of a process that rank 0 started."""
+    rank, size = task["rank"], task["size"]
+    with (
+        socket.socket(fileno=task["channel_fd"]) as connection,
+        _report_failure(channel := Channel(connection), rank),
+    ):
+        torch.set_num_threads(task["threads"])
+        config = Config(task["config"]["model_dir"])
+        for name, value in task["config"].items():
+            setattr(config, name, value)
+        store = file_store(task["store"], size)
+        device_info, strategy = list_devices(task["device"])[0], STRATEGIES[task["strategy"]]
+        run_worker(channel, strategy, config.freeze(), rank, size, device_info, store, local=True)
+
+
+def run_worker(
+    channel: Channel,
+    strategy: ParallelStrategy,
+    config: FrozenConfig,
+    rank: int,
+    size: int,
+    device_info: DeviceInfo,
+    store: Store,
+    *,
+    local: bool,
+) -> None:
+    """Load the shard, open the process group, run the worker loop; rank 0 gets a failure's message."""
+    with _report_failure(channel, rank):
+        if device_info.device.type == "cuda":
+            torch.cuda.set_device(device_info.device)
+        loaded = run_to_end(strategy.load(config, rank, size, device_info, LoadProgress()))
+        channel.send(Message("loaded"))
+        if channel.receive().action != "open_group":
+            return
+        group = Group(store, rank, size, device_info.device, local)
+        loaded = replace(loaded, decoder=strategy.connect(loaded, config, group))
+        with torch.no_grad(), closing(group):
+            worker_loop(channel, loaded, device_info.device)
+
+
+@contextmanager
+def _report_failure(channel: Channel, rank: int) -> Iterator[None]:
+    """Send a failure's message to rank 0 and exit; if rank 0 is gone, only leave the block."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        log.debug("rank 0 is gone")
+    except Exception as error:
+        log.debug("rank %d failed", rank, exc_info=True)
+        with suppress(OSError):
+            channel.send(Message("failed", {"error": f"{type(error).__name__}: {error}"}))
+        sys.exit(1)
+
+
+def worker_loop(channel: Channel, loaded: ModelInstance, device: torch.device) -> None:
+    """Run every batch that rank 0 runs, and repeat what it does to caches and LoRAs."""
+    model = CacheOwnerInfo(
+        loaded.layer_shapes, loaded.module_backends[0].dtype, [device] * len(loaded.layer_shapes)
+    )
+    caches: dict[int, CacheBase] = {}
+    while (message := channel.receive()).action != "stop":
+        values = message.values
+        for cache_id in values["dropped"]:
+            caches.pop(cache_id, None)
+        match message.action:
+            case "forward":
+                cache_id = values["cache_id"]
+                layers = (
+                    [NoCache()] * len(loaded.layer_shapes) if cache_id is None else caches[cache_id].layers
+                )
+                loaded.decoder.forward(decode_batch(message, device), layers)
+            case "allocate_cache":
+                caches[values["cache_id"]] = _make_cache(model, values)
+            case "install_lora" | "remove_lora":
+                change = decode_change(message, loaded.config.spec, device)
+                loaded.decoder.replace(change.module_role, change)
+            case "clone_cache":
+                caches[values["cache_id"]] = caches[values["source_id"]].clone()
+            case "call_cache" if values["method"] in REPLICATED_METHODS:
+                target = () if values["target_id"] is None else (caches[values["target_id"]],)
+                getattr(caches[values["cache_id"]], values["method"])(*target, *values["values"])
+            case unknown:
+                raise ValueError(f"rank 0 sent the unknown action {unknown!r} with {values}")
+
+
+def _make_cache(model: CacheOwnerInfo, values: Mapping[str, Any]) -> CacheBase:
+    cache_class = REPLICATED_CACHES[values["cache_class"]]
+    options: dict[str, Any] = {"dtype": values["dtype"]} if cache_class is Cache else {}
+    return cache_class(model, values["batch_size"], values["max_seq_len"], **options)
+
+
 def encode_batch(batch: Batch, cache_id: int | None, dropped: list[int]) -> Message:
     """A batch as a message, without what only the embedding reads."""
     tensors = {name: getattr(batch, name) for name in ("ids", "positions", "past_lens", "pages", "mask")}
@@ -339,6 +458,14 @@ def encode_batch(batch: Batch, cache_id: int | None, dropped: list[int]) -> Mess
     )
 
 
+def decode_batch(message: Message, device: torch.device) -> Batch:
+    """The batch in a message, on a device."""
+    fields: dict[str, Any] = {name: tensor.to(device) for name, tensor in message.tensors.items()}
+    fields |= {name: message.values[name] for name in ("max_kv_len", "uniform", "outputs")}
+    adapters = tuple(tuple(LoraRef(*one) for one in row) for row in message.values["adapters"])
+    return Batch(**fields, adapters=adapters)
+
+
 def shard_change(change: ModuleChange, role_shard: RoleShard) -> ModuleChange:
     """A change for one rank: its shard of the LoRA, under the role's name there."""
     if isinstance(change, InstallLora) and role_shard.cut is not None:
@@ -352,3 +479,11 @@ def encode_change(change: ModuleChange) -> Message:
     if isinstance(change, RemoveLora):
         return Message("remove_lora", values)
     return Message("install_lora", values, change.weights._asdict())
+
+
+def decode_change(message: Message, model: spec.Model, device: torch.device) -> ModuleChange:
+    """The change in a message, for the shard that `model` describes."""
+    adapter_id, role = message.values["adapter_id"], message.values["role"]
+    if message.action == "remove_lora":
+        return RemoveLora(adapter_id, role)
+    return InstallLora.for_model(model, adapter_id, role, LoraWeights(**message.tensors)).to(device)
