@@ -33,10 +33,10 @@ def main(port: str) -> None:
         print(started.address_info["gcs_address"], file=replies, flush=True)
         for line in sys.stdin:
             try:
-                if (wishes := json.loads(line)) is None:
+                if (settings := json.loads(line)) is None:
                     serve.shutdown()
                 else:
-                    deploy(service_from_config(wishes), port=int(port))
+                    deploy(service_from_config(settings), port=int(port))
                 print("ready", file=replies, flush=True)
             except Exception as error:
                 print(f"{error!r}", file=replies, flush=True)

@@ -32,11 +32,11 @@ class Cluster:
     port: int
     environment: dict[str, str]
 
-    def deploy(self, **wishes: Any) -> None:
+    def deploy(self, **settings: Any) -> None:
         """Deploy a service and wait until it is ready; without one, stop serving."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(wishes or None) + "\n")
+        self.process.stdin.write(json.dumps(settings or None) + "\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "ready\n"
 

@@ -70,7 +70,7 @@ def test_the_replica_with_the_longest_match_wins() -> None:
     table.record(long, "b")
     idle = dict.fromkeys(NAMES, 0)
     assert table.rank(long, idle)[0] == "b"
-    table.keep({"a", "c"})
+    table.retain({"a", "c"})
     assert table.rank(long, {"a": 0, "c": 0})[0] == "a"
 
 

@@ -74,7 +74,7 @@ def test_ray_serve_takes_it(shape: ClusterConfig) -> None:
 def test_a_service_from_a_configuration_file(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n\n two \n")
-    wishes: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "model": "/models/some.gguf",
         "replicas": "2..8",
         "gpus": 2,
@@ -84,7 +84,7 @@ def test_a_service_from_a_configuration_file(tmp_path: Path) -> None:
         "keys_file": str(keys),
         "tenant_requests": 7,
     }
-    service = service_from_config(wishes)
+    service = service_from_config(settings)
     assert service.spec == ModelSpec("some", "/models/some.gguf", cache_type="q4")
     assert service.cluster == ClusterConfig(2, 8, gpus=2, tensor_parallel=2)
     assert service.server.limits.requests == 99

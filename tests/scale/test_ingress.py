@@ -11,14 +11,14 @@ import pytest
 from starlette.types import ASGIApp, Message
 
 from exlm.scale import ServerConfig, prompt_blocks
-from exlm.scale.ingress import MAX_ATTEMPTS, Ask, Ingress, ReplicaRequest, with_middleware
+from exlm.scale.ingress import MAX_ATTEMPTS, CallReplica, Ingress, ReplicaRequest, with_middleware
 from exlm.serve import Limits
 
 COMPLETIONS = "/v1/completions"
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 
 
-class Died(Exception):
+class ReplicaDied(Exception):
     """A replica has died."""
 
 
@@ -30,8 +30,8 @@ def part(body: bytes, more: bool = False) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def fronted(ask: Ask, terms: ServerConfig | None = None, **options: Any) -> ASGIApp:
-    return with_middleware(Ingress(ask, (Died,), **options), terms or ServerConfig(), None)
+def make_app(call_replica: CallReplica, config: ServerConfig | None = None, **options: Any) -> ASGIApp:
+    return with_middleware(Ingress(call_replica, (ReplicaDied,), **options), config or ServerConfig(), None)
 
 
 async def post(app: ASGIApp, path: str = COMPLETIONS, key: str = "", **body: Any) -> tuple[int, bytes]:
@@ -51,50 +51,52 @@ async def post_raw(app: ASGIApp, raw: bytes, path: str = COMPLETIONS, key: str =
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asked = ReplicaRequest("POST", path, b"", headers, raw)
-    await app(asked.scope(), receive, send)
+    request = ReplicaRequest("POST", path, b"", headers, raw)
+    await app(request.scope(), receive, send)
     assert [one["type"] for one in sent[:1]] == ["http.response.start"]
     assert [one["type"] for one in sent[1:]] == ["http.response.body"] * (len(sent) - 1)
     assert [bool(one.get("more_body")) for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
     return sent[0]["status"], b"".join(one.get("body", b"") for one in sent[1:])
 
 
-def dying(times: int, said: Sequence[Message] = ()) -> tuple[Ask, list[ReplicaRequest]]:
+def dying_replica(times: int, messages: Sequence[Message] = ()) -> tuple[CallReplica, list[ReplicaRequest]]:
     """A replica that dies `times` times after sending some messages, and then answers."""
     seen: list[ReplicaRequest] = []
 
-    async def ask(asked: ReplicaRequest, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
-        assert blocks == prompt_blocks(json.loads(asked.body))  # no keys, one tenant
-        seen.append(asked)
+    async def call_replica(
+        request: ReplicaRequest, blocks: Sequence[bytes]
+    ) -> AsyncGenerator[list[Message], None]:
+        assert blocks == prompt_blocks(json.loads(request.body))  # no keys, one tenant
+        seen.append(request)
         if len(seen) <= times:
-            for message in said:
+            for message in messages:
                 yield [message]
-            raise Died
+            raise ReplicaDied
         yield [start()]
         yield [part(b'{"a":', True), part(b"1}")]
 
-    return ask, seen
+    return call_replica, seen
 
 
-@pytest.mark.parametrize("said", [[], [start()], [start(), part(b'{"a', True)], [start(EVENTS)]])
-def test_a_request_whose_replica_dies_is_retried(said: list[Message]) -> None:
-    ask, seen = dying(MAX_ATTEMPTS - 1, said)
-    assert asyncio.run(post(fronted(ask), prompt="x")) == (200, b'{"a":1}')
+@pytest.mark.parametrize("messages", [[], [start()], [start(), part(b'{"a', True)], [start(EVENTS)]])
+def test_a_request_whose_replica_dies_is_retried(messages: list[Message]) -> None:
+    call_replica, seen = dying_replica(MAX_ATTEMPTS - 1, messages)
+    assert asyncio.run(post(make_app(call_replica), prompt="x")) == (200, b'{"a":1}')
     assert len(seen) == MAX_ATTEMPTS
     assert {one.body for one in seen} == {b'{"prompt": "x"}'}
 
 
 def test_a_request_that_kills_every_replica_fails() -> None:
-    ask, seen = dying(99)
-    status, body = asyncio.run(post(fronted(ask), prompt="x"))
+    call_replica, seen = dying_replica(99)
+    status, body = asyncio.run(post(make_app(call_replica), prompt="x"))
     assert status == 503
     assert json.loads(body)["error"]["code"] == "replica_lost"
     assert len(seen) == MAX_ATTEMPTS
 
 
 def test_a_started_stream_ends_with_an_error() -> None:
-    ask, seen = dying(1, [start(EVENTS), part(b"data: {}\n\n", True)])
-    status, body = asyncio.run(post(fronted(ask), prompt="x", stream=True))
+    call_replica, seen = dying_replica(1, [start(EVENTS), part(b"data: {}\n\n", True)])
+    status, body = asyncio.run(post(make_app(call_replica), prompt="x", stream=True))
     first, last = body.decode().split("\n\n")[:2]
     assert (status, first) == (200, "data: {}")
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
@@ -104,59 +106,63 @@ def test_a_started_stream_ends_with_an_error() -> None:
 
 @pytest.mark.parametrize("kind", [JSON, EVENTS])
 def test_a_replica_that_dies_after_its_response(kind: bytes) -> None:
-    ask, seen = dying(1, [start(kind), part(b"{}")])
-    assert asyncio.run(post(fronted(ask), prompt="x")) == (200, b"{}")
+    call_replica, seen = dying_replica(1, [start(kind), part(b"{}")])
+    assert asyncio.run(post(make_app(call_replica), prompt="x")) == (200, b"{}")
     assert len(seen) == 1
 
 
 def test_a_stream_is_forwarded_as_it_comes() -> None:
-    heard: list[bytes] = []
+    sent: list[bytes] = []
     going = asyncio.Event()
 
-    async def ask(asked: ReplicaRequest, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
+    async def call_replica(
+        request: ReplicaRequest, blocks: Sequence[bytes]
+    ) -> AsyncGenerator[list[Message], None]:
         yield [start(EVENTS), part(b"one", True)]
         await going.wait()  # set when the first part has been sent
         yield [part(b"two")]
 
     async def run() -> None:
         async def send(message: Message) -> None:
-            heard.append(message.get("body", b""))
-            if heard[-1] == b"one":
+            sent.append(message.get("body", b""))
+            if sent[-1] == b"one":
                 going.set()
 
         async def receive() -> Message:
             return {"type": "http.request", "body": b"{}", "more_body": False}
 
         scope = ReplicaRequest("POST", COMPLETIONS, headers=[(b"content-type", JSON)]).scope()
-        await asyncio.wait_for(fronted(ask)(scope, receive, send), 10)
+        await asyncio.wait_for(make_app(call_replica)(scope, receive, send), 10)
 
     asyncio.run(run())
-    assert heard == [b"", b"one", b"two"]
+    assert sent == [b"", b"one", b"two"]
 
 
-def held() -> tuple[Ask, asyncio.Event]:
+def waiting_replica() -> tuple[CallReplica, asyncio.Event]:
     """A replica that answers once an event is set."""
-    let = asyncio.Event()
+    release = asyncio.Event()
 
-    async def ask(asked: ReplicaRequest, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
-        await let.wait()
+    async def call_replica(
+        request: ReplicaRequest, blocks: Sequence[bytes]
+    ) -> AsyncGenerator[list[Message], None]:
+        await release.wait()
         yield [start(), part(b"{}")]
 
-    return ask, let
+    return call_replica, release
 
 
 def test_limits_of_one_key_and_of_all() -> None:
     async def run() -> tuple[list[int], list[int], int]:
-        ask, let = held()
-        terms = ServerConfig(("one", "two"), limits=Limits(requests=100))
-        app = fronted(ask, terms, requests=5, tenant_requests=2)
+        call_replica, release = waiting_replica()
+        config = ServerConfig(("one", "two"), limits=Limits(requests=100))
+        app = make_app(call_replica, config, requests=5, tenant_requests=2)
         many = [asyncio.create_task(post(app, key="one", prompt="x")) for _ in range(4)]
         await asyncio.sleep(0.01)
         other = [asyncio.create_task(post(app, key="two", prompt="x")) for _ in range(2)]
         await asyncio.sleep(0.01)
         models = asyncio.create_task(post(app, "/tokenize", key="two", text="x"))
-        let.set()
-        replies = [[(await one)[0] for one in some] for some in (many, other)]
+        release.set()
+        replies = [[(await task)[0] for task in tasks] for tasks in (many, other)]
         return replies[0], replies[1], (await models)[0]
 
     first, second, third = asyncio.run(run())
@@ -166,8 +172,8 @@ def test_limits_of_one_key_and_of_all() -> None:
 
 
 def test_keys_are_required_and_models_cannot_be_changed() -> None:
-    ask, seen = dying(0)
-    app = fronted(ask, ServerConfig(("key",), ("admin",)))
+    call_replica, seen = dying_replica(0)
+    app = make_app(call_replica, ServerConfig(("key",), ("admin",)))
     assert asyncio.run(post(app, prompt="x"))[0] == 401
     assert asyncio.run(post(app, "/v1/admin/models/load", key="admin", model="x"))[0] == 501
     assert seen == []
@@ -175,21 +181,23 @@ def test_keys_are_required_and_models_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize("raw", [b"no json", b"\xff", b'{"prompt": "x"'])
 def test_a_prompt_that_is_not_json_reaches_no_replica(raw: bytes) -> None:
-    ask, seen = dying(0)
-    status, told = asyncio.run(post_raw(fronted(ask), raw))
+    call_replica, seen = dying_replica(0)
+    status, body = asyncio.run(post_raw(make_app(call_replica), raw))
     assert status == 400
-    assert json.loads(told)["error"]["code"] == "invalid_json"
+    assert json.loads(body)["error"]["code"] == "invalid_json"
     assert seen == []
 
 
 def test_prompts_of_two_keys_share_no_blocks() -> None:
     blocks: list[Sequence[bytes]] = []
 
-    async def ask(asked: ReplicaRequest, some: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
-        blocks.append(some)
+    async def call_replica(
+        request: ReplicaRequest, prompt: Sequence[bytes]
+    ) -> AsyncGenerator[list[Message], None]:
+        blocks.append(prompt)
         yield [start(), part(b"{}")]
 
-    app = fronted(ask, ServerConfig(("one", "two")))
+    app = make_app(call_replica, ServerConfig(("one", "two")))
     for key in ("one", "two", "one"):
         asyncio.run(post(app, key=key, prompt="x"))
     assert blocks[0] == blocks[2] != blocks[1]

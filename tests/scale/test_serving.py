@@ -22,7 +22,7 @@ REPLICA = "ServeReplica:exlm:Replica"
 MODEL = "tiny"
 
 
-def wishes(fixtures: Path) -> dict[str, Any]:
+def settings(fixtures: Path) -> dict[str, Any]:
     return {
         "model": str(fixtures / "tiny-lm"),
         "name": MODEL,
@@ -38,7 +38,7 @@ def wishes(fixtures: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def url(cluster: Cluster, fixtures_dir: Path) -> Iterator[str]:
     """The service, with two replicas."""
-    cluster.deploy(**wishes(fixtures_dir))
+    cluster.deploy(**settings(fixtures_dir))
     yield f"http://127.0.0.1:{cluster.port}/v1"
     cluster.deploy()
 
@@ -101,7 +101,7 @@ class Load:
         self._pool = ThreadPoolExecutor(clients)
 
     def __enter__(self) -> Load:
-        self._running = [self._pool.submit(self._ask, prompt) for prompt in self._want]
+        self._running = [self._pool.submit(self._send_requests, prompt) for prompt in self._want]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,7 +115,7 @@ class Load:
         start = self.right
         wait_until(lambda: self.right >= start + count or bool(self.wrong))
 
-    def _ask(self, prompt: str) -> None:
+    def _send_requests(self, prompt: str) -> None:
         while not self._stop.is_set():
             try:
                 text, replica, *_ = complete(self.client, prompt, 24)
@@ -184,7 +184,7 @@ def test_an_update_drops_no_request(cluster: Cluster, client: openai.OpenAI, fix
     old = cluster.workers(REPLICA)
     with Load(client, 4) as load:
         load.more(8)
-        cluster.deploy(**wishes(fixtures_dir), answer=64)
+        cluster.deploy(**settings(fixtures_dir), answer=64)
         wait_until(lambda: not {*old} & {*cluster.workers(REPLICA)})
         load.more(8)
     assert load.wrong == []

@@ -15,8 +15,8 @@ SPEED = Speed(prefill=1000.0, step=0.02, row=0.001, overhead=0.0)
 
 @given(st.integers(0, 1000), st.floats(0.1, 5.0))
 def test_one_request_at_a_time_is_a_fifo_queue(seed: int, rate: float) -> None:
-    asked = arrivals(Traffic(rate=rate, requests=30, topics=30, seed=seed))
-    done = simulate(asked, SPEED, Fleet(replicas=1, batch=1, cache=10**9))
+    requests = arrivals(Traffic(rate=rate, requests=30, topics=30, seed=seed))
+    done = simulate(requests, SPEED, Fleet(replicas=1, batch=1, cache=10**9))
     free, known = 0.0, set[int]()
     for request in done:
         start = max(free, request.arrival)
@@ -36,9 +36,9 @@ def test_one_request_at_a_time_is_a_fifo_queue(seed: int, rate: float) -> None:
     st.booleans(),
 )
 def test_nothing_is_lost_or_early(seed: int, replicas: int, batch: int, cache: int, aware: bool) -> None:
-    asked = arrivals(Traffic(requests=60, topics=5, seed=seed))
-    done = simulate(asked, SPEED, Fleet(replicas, batch, cache, aware=aware))
-    assert [replace(one, made=0) for one in asked] == asked
+    requests = arrivals(Traffic(requests=60, topics=5, seed=seed))
+    done = simulate(requests, SPEED, Fleet(replicas, batch, cache, aware=aware))
+    assert [replace(one, made=0) for one in requests] == requests
     for request in done:
         assert request.made == request.new
         assert 0 <= request.replica < replicas
@@ -47,10 +47,10 @@ def test_nothing_is_lost_or_early(seed: int, replicas: int, batch: int, cache: i
 
 
 def test_prefix_routing_prefills_less_with_a_small_cache() -> None:
-    asked = arrivals(Traffic(rate=8, topics=40))
+    requests = arrivals(Traffic(rate=8, topics=40))
     fleet = Fleet(replicas=4, cache=8192)
     aware, blind = (
-        outcome(simulate(asked, Speed(), replace(fleet, aware=choice))) for choice in (True, False)
+        outcome(simulate(requests, Speed(), replace(fleet, aware=choice))) for choice in (True, False)
     )
     assert aware.hits > 2 * blind.hits
     assert aware.together > 0.9
@@ -58,7 +58,7 @@ def test_prefix_routing_prefills_less_with_a_small_cache() -> None:
 
 
 def test_figures_are_named() -> None:
-    told = table({"this": Outcome(1, 2, 3, 4, 5, 6, 0.7, 0.8)})
-    assert [line.split()[-1] for line in told.splitlines()] == [
+    text = table({"this": Outcome(1, 2, 3, 4, 5, 6, 0.7, 0.8)})
+    assert [line.split()[-1] for line in text.splitlines()] == [
         *("this", "1.000", "2.000", "3.000", "4.000", "5.000", "6.000", "0.700", "0.800")
     ]

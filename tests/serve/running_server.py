@@ -106,10 +106,10 @@ def slow_decode(server: RunningServer, before: Callable[[], Any], name: str = "t
 
 
 @contextmanager
-def listening(app: Any, bounds: Limits) -> Iterator[tuple[int, asyncio.AbstractEventLoop]]:
+def listening(app: Any, limits: Limits) -> Iterator[tuple[int, asyncio.AbstractEventLoop]]:
     """Run an application until the block ends; yields its port and its event loop."""
     opened = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn_config(app, bounds, drain_seconds=1))
+    server = uvicorn.Server(uvicorn_config(app, limits, drain_seconds=1))
     found: list[asyncio.AbstractEventLoop] = []
 
     async def run() -> None:

@@ -146,9 +146,9 @@ def test_minus_one_means_off(host: ModelInfo) -> None:
 
 def test_a_guided_pair_may_be_as_long_as_the_cache_has_room(generator: Generator, host: ModelInfo) -> None:
     hosted = replace(
-        host, max_seq_len=generator.max_sequence_length(), max_guided_len=generator.max_sequence_length(2)
+        host, max_seq_len=generator.max_sequence_length(), max_cfg_len=generator.max_sequence_length(2)
     )
-    assert hosted.max_guided_len == min(generator.max_seq_len, generator.max_total_tokens // 2)
+    assert hosted.max_cfg_len == min(generator.max_seq_len, generator.max_total_tokens // 2)
     asked = {
         "prompt": "a" * (host.max_seq_len - 8),
         "negative_prompt": "b",
@@ -163,7 +163,7 @@ def test_a_guided_pair_may_be_as_long_as_the_cache_has_room(generator: Generator
     with pytest.raises(APIError, match=f"the context {host.max_seq_len // 2}"):
         to_generation_request(
             CompletionRequest.model_validate(asked),
-            replace(host, max_guided_len=host.max_seq_len // 2),
+            replace(host, max_cfg_len=host.max_seq_len // 2),
             Limits(),
         )
 

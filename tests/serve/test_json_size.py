@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from exlm.serve import APIError, body
-from exlm.serve.body import MIN_LIMIT, JsonLimits
+from exlm.serve.body import MIN_JSON_LIMIT, JsonLimits
 
 TEXT = st.text(st.sampled_from('ab\\",:[]{}0123456789é\n'), max_size=30)
 VALUES = st.recursive(
@@ -81,5 +81,5 @@ def test_text_that_is_not_json_is_left_to_the_parser() -> None:
 
 def test_limits_grow_with_the_largest_body() -> None:
     assert JsonLimits.for_body(4 << 20) == JsonLimits(1 << 18, 1 << 16)
-    assert JsonLimits.for_body(1 << 10) == JsonLimits(MIN_LIMIT, MIN_LIMIT)
+    assert JsonLimits.for_body(1 << 10) == JsonLimits(MIN_JSON_LIMIT, MIN_JSON_LIMIT)
     assert JsonLimits.for_body(1 << 30) == JsonLimits(1 << 26, 1 << 24)

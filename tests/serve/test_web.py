@@ -11,12 +11,16 @@ import pytest
 
 import exlm.serve
 from exlm.serve import ChatRequest
-from exlm.serve.app import PANEL_SCRIPT
-from exlm.serve.schema import web_panel_script
+from exlm.serve.app import SAMPLER_SETTINGS_SCRIPT
+from exlm.serve.schema import sampler_settings_script
 from tests.serve.running_server import RunningServer
 
-WEB = Path(exlm.serve.__file__).with_name("web")
-FILES = sorted(path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.suffix not in ("", ".txt"))
+WEB_FOLDER = Path(exlm.serve.__file__).with_name("web")
+FILES = sorted(
+    path.relative_to(WEB_FOLDER).as_posix()
+    for path in WEB_FOLDER.rglob("*")
+    if path.suffix not in ("", ".txt")
+)
 OWN = [name for name in FILES if not name.startswith("vendor/")]
 SCRIPTS = [name for name in OWN if name.endswith(".js")]
 TYPES = {
@@ -47,7 +51,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def page() -> Page:
     page = Page()
-    page.feed((WEB / "index.html").read_text())
+    page.feed((WEB_FOLDER / "index.html").read_text())
     return page
 
 
@@ -97,43 +101,45 @@ def test_a_file_that_has_not_changed_is_not_sent_again(server: RunningServer) ->
 
 @pytest.mark.parametrize("name", OWN)
 def test_nothing_comes_from_elsewhere(name: str) -> None:
-    text = (WEB / name).read_text()
+    text = (WEB_FOLDER / name).read_text()
     namespaces = text.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://\w|url\(|@import|\bsrcset\b|(?:src|href)=[\"']//", namespaces)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_read_no_text_as_code(name: str) -> None:
-    text = (WEB / name).read_text()
+    text = (WEB_FOLDER / name).read_text()
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text
     )
     for found in re.findall(r'from "(.*?)"', text):
-        assert (WEB / found).is_file() or found == f"./{PANEL_SCRIPT}"
+        assert (WEB_FOLDER / found).is_file() or found == f"./{SAMPLER_SETTINGS_SCRIPT}"
 
 
 def test_vendored_files_are_listed_small_and_complete() -> None:
     """Each with its version and licence; together at most 1 MB; style sheets ask for nothing else."""
     vendored = [name.removeprefix("vendor/") for name in FILES if name.startswith("vendor/")]
-    listed = (WEB / "vendor" / "VENDORED.txt").read_text()
+    listed = (WEB_FOLDER / "vendor" / "VENDORED.txt").read_text()
     assert not [name for name in vendored if name.partition("/")[0] not in listed]
-    assert sum((WEB / "vendor" / name).stat().st_size for name in vendored) <= 1_000_000
+    assert sum((WEB_FOLDER / "vendor" / name).stat().st_size for name in vendored) <= 1_000_000
     for name in vendored:
         if name.endswith(".css"):
-            asked = re.findall(r"url\((.*?)\)", (WEB / "vendor" / name).read_text())
+            asked = re.findall(r"url\((.*?)\)", (WEB_FOLDER / "vendor" / name).read_text())
             assert asked
-            assert all((WEB / "vendor" / one).is_file() for one in asked)
+            assert all((WEB_FOLDER / "vendor" / one).is_file() for one in asked)
 
 
 def test_scripts_are_few_and_short() -> None:
-    lines = {name: len((WEB / name).read_text().splitlines()) for name in SCRIPTS}
+    lines = {name: len((WEB_FOLDER / name).read_text().splitlines()) for name in SCRIPTS}
     assert max(lines.values()) <= 400
     assert sum(lines.values()) <= 1600
 
 
 def test_every_setting_of_the_panel_is_one_of_the_server() -> None:
-    panel = json.loads(web_panel_script().removeprefix("export const SAMPLER_SETTINGS = ").rstrip(";\n"))
-    shown = re.findall(r'\{ name: "(\w+)"', (WEB / "settings.js").read_text())
+    panel = json.loads(
+        sampler_settings_script().removeprefix("export const SAMPLER_SETTINGS = ").rstrip(";\n")
+    )
+    shown = re.findall(r'\{ name: "(\w+)"', (WEB_FOLDER / "settings.js").read_text())
     shown += [field["name"] for field in panel]
     assert len(shown) > 10
     assert {*shown} <= ChatRequest.model_fields.keys()
@@ -144,8 +150,8 @@ def test_every_setting_of_the_panel_is_one_of_the_server() -> None:
 
 
 def test_the_script_of_the_panel_is_served(server: RunningServer) -> None:
-    status, text, headers = server.ask("GET", f"/{PANEL_SCRIPT}")
-    assert (status, text) == (200, web_panel_script())
+    status, text, headers = server.ask("GET", f"/{SAMPLER_SETTINGS_SCRIPT}")
+    assert (status, text) == (200, sampler_settings_script())
     assert headers["content-type"].split(";")[0] == "text/javascript"
     assert "content-security-policy" in headers
 
@@ -158,7 +164,7 @@ def test_the_page_has_nothing_inline(page: Page) -> None:
     for tag, attrs in page.tags:
         for name in ("src", "href"):
             if name in attrs and tag != "use":
-                assert (WEB / (attrs[name] or "")).is_file()
+                assert (WEB_FOLDER / (attrs[name] or "")).is_file()
 
 
 def test_every_control_of_the_page_has_a_name(page: Page) -> None:
@@ -176,6 +182,6 @@ def test_every_symbol_is_there(page: Page) -> None:
     symbols = {attrs["id"] for tag, attrs in page.tags if tag == "symbol"}
     used = {(attrs["href"] or "")[1:] for tag, attrs in page.tags if tag == "use"}
     for name in SCRIPTS:
-        text = (WEB / name).read_text()
+        text = (WEB_FOLDER / name).read_text()
         used |= {f"i-{one}" for one in re.findall(r'(?:\bicon|iconButton|turn)\("(\w+)"', text)}
     assert used == symbols

@@ -103,7 +103,7 @@ def _run_rows(model_spec: ModelSpec, rows: Rows, journal: Journal, console: Cons
         name=model_spec.name,
         tokenizer=loaded.tokenizer,
         max_seq_len=generator.max_sequence_length(),
-        max_guided_len=generator.max_sequence_length(2),
+        max_cfg_len=generator.max_sequence_length(2),
         vocab_size=loaded.model.config.vocab_size,
         loras=loaded.loras,
         has_draft=generator.num_draft_tokens > 0,

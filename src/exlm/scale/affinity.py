@@ -1,8 +1,8 @@
 """Prefix-aware routing: prefer the replica that has prefilled most of a prompt, unless it is too busy.
 
-Pure functions and state: a request is the hashes of its prompt's blocks, a replica is a name with a load.
-What a replica's prefix cache holds is inferred from where earlier requests went; a wrong guess only costs
-time.
+It does not use Ray: a request is the hashes of its prompt's blocks, a replica is a name with a load. What a
+replica's prefix cache holds is inferred from where earlier requests were sent; where that is wrong, a prompt
+is prefilled again, which costs only time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 BLOCK_CHARS = 128
 """Characters of a prompt's text in one hashed block."""
 MAX_BLOCKS = 512
-"""Blocks of a prompt that are considered."""
+"""Only these first blocks of a prompt are hashed."""
 
 
 def prompt_blocks(request: Any, tenant: str = "") -> tuple[bytes, ...]:
@@ -27,19 +27,19 @@ def prompt_blocks(request: Any, tenant: str = "") -> tuple[bytes, ...]:
     """
     if not isinstance(request, dict):
         return ()
-    text = _text(request)
+    text = _prompt_text(request)
     if not text:
         return ()
     start = json.dumps([tenant, request.get("model"), request.get("lora")])
     chain = hashlib.blake2b(start.encode("utf-8", "replace"), digest_size=8)
-    found = []
+    hashes = []
     for begin in range(0, min(len(text), BLOCK_CHARS * MAX_BLOCKS), BLOCK_CHARS):
         chain.update(text[begin : begin + BLOCK_CHARS].encode("utf-8", "replace"))
-        found.append(chain.digest())
-    return tuple(found)
+        hashes.append(chain.digest())
+    return tuple(hashes)
 
 
-def _text(request: Mapping[str, Any]) -> str:
+def _prompt_text(request: Mapping[str, Any]) -> str:
     """The prompt's text in the order of the rendered prompt: chat templates put tools first."""
     if "messages" in request:
         return "".join(json.dumps(request[name]) for name in ("tools", "messages") if request.get(name))
@@ -66,18 +66,16 @@ class PrefixAffinity:
         A prompt that is not in the table goes to the least busy replica. Ties are broken by a hash of the
         prompt, so that several routers with separate tables agree.
         """
-        depths = self._depths(blocks, loads)
+        lengths = self._prefix_lengths(blocks, loads)
         max_load = min(loads.values(), default=0) + self.slack
         first = blocks[0] if blocks else b""
-        return sorted(
-            loads,
-            key=lambda name: (
-                loads[name] > max_load,
-                -depths.get(name, 0) if loads[name] <= max_load else 0,
-                loads[name],
-                hashlib.blake2b(first + name.encode(), digest_size=8).digest(),
-            ),
-        )
+
+        def sort_key(name: str) -> tuple[bool, int, int, bytes]:
+            is_busy = loads[name] > max_load
+            tie_break = hashlib.blake2b(first + name.encode(), digest_size=8).digest()
+            return is_busy, 0 if is_busy else -lengths.get(name, 0), loads[name], tie_break
+
+        return sorted(loads, key=sort_key)
 
     def record(self, blocks: Iterable[bytes], replica: str) -> None:
         """Record that a prompt was sent to a replica."""
@@ -87,19 +85,19 @@ class PrefixAffinity:
         while len(self._holders) > self.max_blocks:
             self._holders.popitem(last=False)
 
-    def keep(self, alive: Collection[str]) -> None:
+    def retain(self, alive: Collection[str]) -> None:
         """Drop replicas that are not in `alive`."""
         for block, holders in list(self._holders.items()):
             holders.intersection_update(alive)
             if not holders:
                 del self._holders[block]
 
-    def _depths(self, blocks: Sequence[bytes], names: Collection[str]) -> dict[str, int]:
-        """By replica, how many of the first blocks were sent to it."""
-        depths: dict[str, int] = {}
-        for depth, block in enumerate(blocks, 1):
-            holders = [name for name in self._holders.get(block, ()) if name in names]
+    def _prefix_lengths(self, blocks: Sequence[bytes], names: Collection[str]) -> dict[str, int]:
+        """For each replica, how many of the first blocks were sent to it."""
+        lengths: dict[str, int] = {}
+        for length, block in enumerate(blocks, 1):
+            holders = self._holders.get(block, set()) & set(names)
             if not holders:
                 break
-            depths |= dict.fromkeys(holders, depth)
-        return depths
+            lengths |= dict.fromkeys(holders, length)
+        return lengths

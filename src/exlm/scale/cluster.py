@@ -1,4 +1,4 @@
-"""The Ray cluster: connecting to it or starting one, and how many replicas of which size run on it.
+"""The Ray cluster: connecting to one or starting one, and the configuration of what runs on it.
 
 Ray is imported only when a function needs it.
 """
@@ -64,7 +64,7 @@ def cluster() -> Iterator[bool]:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What replicas and the ingress have to agree on."""
+    """What the replicas and the ingress must agree on."""
 
     keys: Sequence[str] = ()
     admin_keys: Sequence[str] = ()

@@ -25,7 +25,7 @@ from .cluster import ClusterConfig, ServerConfig, import_ray
 from .ingress import Ingress, ReplicaRequest, with_middleware
 
 MAX_BUFFERED_MESSAGES = 64
-"""Messages of a response that may wait to be fetched."""
+"""ASGI messages of a response that wait until the ingress takes them."""
 
 
 class NotReady(ExlmError, RuntimeError):
@@ -48,7 +48,7 @@ class Replica:
         self._starting = asyncio.Lock()
         self._started = False
 
-    async def ask(
+    async def handle(
         self, request: ReplicaRequest, blocks: Sequence[bytes] = ()
     ) -> AsyncIterator[list[Message]]:
         """Answer a request with the ASGI messages of its response, a few at a time.
@@ -56,29 +56,29 @@ class Replica:
         `blocks` is not used here: the router reads it from the call.
         """
         await self._start()
-        outbox: asyncio.Queue[Message | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
+        response: asyncio.Queue[Message | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
         disconnected = asyncio.Event()
-        inbox: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+        unread: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
         async def receive() -> Message:
-            if inbox:
-                return inbox.pop()
+            if unread:
+                return unread.pop()
             await disconnected.wait()
             return {"type": "http.disconnect"}
 
-        async def work() -> None:
+        async def run_app() -> None:
             try:
-                await self._app(request.scope(), receive, outbox.put)
+                await self._app(request.scope(), receive, response.put)
             finally:
-                await outbox.put(None)
+                await response.put(None)
 
-        task = asyncio.create_task(work())
+        task = asyncio.create_task(run_app())
         try:
-            while (message := await outbox.get()) is not None:
+            while (message := await response.get()) is not None:
                 if message["type"] == "http.response.start":
                     message["headers"] = [*message["headers"], (b"x-exlm-replica", self._name.encode())]
                 messages = [message]
-                while not outbox.empty() and (more := outbox.get_nowait()) is not None:
+                while not response.empty() and (more := response.get_nowait()) is not None:
                     messages.append(more)
                 yield messages
                 if messages[-1]["type"] == "http.response.body" and not messages[-1].get("more_body"):
@@ -111,7 +111,7 @@ APPLICATION_NAME = "exlm"
 """The Ray Serve application. Deploying it again replaces the replicas one by one."""
 
 RENAMED_FIELDS = frozenset(("path", "least", "most"))
-"""Fields that have other keys in a configuration file: `model` and `replicas`."""
+"""Fields that a configuration file sets by other keys: `model` and `replicas`."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Service:
 
 
 class ReplicaDeployment(Replica):
-    """The Ray Serve deployment of a replica."""
+    """The Ray Serve deployment of a replica, which is named by its id in Ray."""
 
     def __init__(self, spec: ModelSpec, config: ServerConfig, tensor_parallel: int) -> None:
         from ray import serve
@@ -145,8 +145,8 @@ class IngressDeployment:
         self._replicas = replicas.options(stream=True)
         limit = service.tenant_requests
         ingress = Ingress(
-            self._ask,
-            (RayActorError, WorkerCrashedError, ObjectLostError),  # the last if a machine is lost
+            self._call_replica,
+            (RayActorError, WorkerCrashedError, ObjectLostError),  # the last one when a machine is lost
             service.server.limits.requests,
             None if limit is None else -(-limit // service.cluster.fronts),
             len(service.server.keys) + len(service.server.admin_keys) > 1,
@@ -154,13 +154,13 @@ class IngressDeployment:
         self._app = with_middleware(ingress, service.server, service.hosts)
 
     async def __call__(self, request: Any) -> Any:
-        """Answer an HTTP request; Ray Serve calls the returned response as an ASGI application."""
+        """Handle an HTTP request; Ray Serve calls the returned response as an ASGI application."""
         return _AppResponse(self._app)
 
-    async def _ask(
+    async def _call_replica(
         self, request: ReplicaRequest, blocks: Sequence[bytes]
     ) -> AsyncGenerator[list[Message], None]:
-        response = self._replicas.ask.remote(request, blocks=blocks)
+        response = self._replicas.handle.remote(request, blocks=blocks)
         try:
             async for messages in response:
                 yield messages
@@ -169,7 +169,7 @@ class IngressDeployment:
 
 
 class _AppResponse(Response):
-    """A response that lets an application answer."""
+    """A response that is sent by an ASGI application."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()
@@ -185,9 +185,8 @@ def replica_options(config: ClusterConfig) -> dict[str, Any]:
     All GPUs of a replica are one bundle of a placement group, so that they are on one machine and visible to
     the replica's process, which starts its tensor-parallel ranks itself.
     """
-    resources: dict[str, float] = {"num_cpus": config.cpus, "num_gpus": config.gpus}
     options: dict[str, Any] = {
-        "ray_actor_options": resources,
+        "ray_actor_options": {"num_cpus": config.cpus, "num_gpus": config.gpus},
         "max_ongoing_requests": config.ongoing,
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         "health_check_period_s": 10,
@@ -259,29 +258,26 @@ def application(args: Mapping[str, Any]) -> Any:
 
 def service_from_config(args: Mapping[str, Any]) -> Service:
     """A service from the arguments of a configuration file; an unknown one is an error."""
-    left = dict(args)
-    path = left.pop("model", None)
-    name = left.pop("name", None) or ("default" if path is None else Path(path).name.removesuffix(".gguf"))
+    rest = dict(args)
+    path = rest.pop("model", None)
+    name = rest.pop("name", None) or ("default" if path is None else Path(path).name.removesuffix(".gguf"))
     keys: list[str] = []
-    if (keys_file := left.pop("keys_file", None)) is not None:
-        keys = [
-            line.strip() for line in Path(keys_file).read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
-    tenant_requests = left.pop("tenant_requests", None)
-    replicas = str(left.pop("replicas", 1))
-    parts = [
-        {
-            one.name: left.pop(one.name)
-            for one in fields(kind)
-            if one.name in left and one.name not in RENAMED_FIELDS
-        }
-        for kind in (ModelSpec, ClusterConfig, Limits)
-    ]
-    if left:
-        raise InputError(f"There is no setting {sorted(left)[0]!r} for a service on Ray.")
+    if (keys_file := rest.pop("keys_file", None)) is not None:
+        lines = Path(keys_file).read_text(encoding="utf-8").splitlines()
+        keys = [line.strip() for line in lines if line.strip()]
+    tenant_requests = rest.pop("tenant_requests", None)
+    replicas = str(rest.pop("replicas", 1))
+
+    def take(kind: type[ModelSpec] | type[ClusterConfig] | type[Limits]) -> dict[str, Any]:
+        names = {field.name for field in fields(kind)} - RENAMED_FIELDS
+        return {name: rest.pop(name) for name in names & rest.keys()}
+
+    spec, cluster, limits = take(ModelSpec), take(ClusterConfig), take(Limits)
+    if rest:
+        raise InputError(f"There is no setting {sorted(rest)[0]!r} for a service on Ray.")
     return Service(
-        ModelSpec(name, path, **parts[0]),
-        ServerConfig(keys, limits=Limits(**parts[2])),
-        ClusterConfig.from_replicas(replicas, **parts[1]),
+        ModelSpec(name, path, **spec),
+        ServerConfig(keys, limits=Limits(**limits)),
+        ClusterConfig.from_replicas(replicas, **cluster),
         tenant_requests,
     )

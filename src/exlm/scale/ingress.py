@@ -1,8 +1,9 @@
-"""The ingress of a cluster: sends requests to replicas, within limits, and retries when a replica dies.
+"""The ingress of a cluster: forwards requests to replicas, within limits, and retries when a replica dies.
 
-An ASGI application that does not use Ray: it is given a function that calls a replica. The middleware of
-`exlm.serve` before it checks keys, headers and sizes. A request whose replica dies is sent to another one as
-long as nothing of a response has been sent; a stream that has started ends with an error event.
+It is an ASGI application that does not use Ray: it is given a function that calls a replica. Requests first
+pass the middleware of `exlm.serve`, which checks keys, headers and sizes. A request whose replica dies is
+sent to another one as long as nothing of its response has been sent; a stream that has started ends with an
+error event.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .cluster import ServerConfig
 
 @dataclass(frozen=True)
 class ReplicaRequest:
-    """An HTTP request as it is sent to a replica."""
+    """An HTTP request in the form in which it is sent to a replica."""
 
     method: str
     path: str
@@ -56,7 +57,7 @@ class ReplicaRequest:
         }
 
 
-Ask: TypeAlias = Callable[[ReplicaRequest, Sequence[bytes]], AsyncGenerator[list[Message], None]]
+CallReplica: TypeAlias = Callable[[ReplicaRequest, Sequence[bytes]], AsyncGenerator[list[Message], None]]
 """Calls a replica, chosen by the blocks of the prompt; yields the ASGI messages of its response."""
 
 GENERATION_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS)
@@ -67,24 +68,23 @@ log = logging.getLogger(__name__)
 
 
 class Ingress:
-    """Sends requests to replicas, within limits."""
+    """Forwards requests to replicas, within limits."""
 
     def __init__(
         self,
-        ask: Ask,
-        lost: tuple[type[Exception], ...],
+        call_replica: CallReplica,
+        replica_errors: tuple[type[Exception], ...],
         requests: int = 512,
         tenant_requests: int | None = None,
         shared: bool = False,
     ) -> None:
-        """`lost` are the exceptions of `ask` when a replica dies; `tenant_requests` limits requests of one
-        key.
+        """`replica_errors` are the exceptions of `call_replica` when a replica dies.
 
-        `shared`: several keys share the limit fairly.
+        `tenant_requests` limits the requests of one key; `shared`: several keys share `requests` fairly.
         """
-        self._ask, self._lost = ask, lost
+        self._call_replica, self._replica_errors = call_replica, replica_errors
         self._limiter = ConcurrencyLimiter(requests, "requests", shared)
-        self._most, self._tenants = tenant_requests, dict[str, ConcurrencyLimiter]()
+        self._tenant_limit, self._tenants = tenant_requests, dict[str, ConcurrencyLimiter]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that has passed the middleware."""
@@ -97,22 +97,20 @@ class Ingress:
             raw = b""
             if body is not None:
                 if generates:
-                    blocks = await body.map_json(partial(prompt_blocks, tenant=tenant))
+                    blocks = await body.inspect_json(partial(prompt_blocks, tenant=tenant))
                 raw = bytes(body.raw)
                 body.release()
             with ExitStack() as stack:
                 if generates:
                     stack.enter_context(self._limiter.slot(tenant))
-                    if self._most is not None:
-                        stack.enter_context(self._tenant(tenant, self._most).slot())
-                await self._answer(scope, raw, blocks, send)
+                    if self._tenant_limit is not None:
+                        limiter = ConcurrencyLimiter(self._tenant_limit, "requests of this key")
+                        stack.enter_context(self._tenants.setdefault(tenant, limiter).slot())
+                await self._forward(scope, raw, blocks, send)
         except APIError as error:
             await JsonResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
 
-    def _tenant(self, name: str, most: int) -> ConcurrencyLimiter:
-        return self._tenants.setdefault(name, ConcurrencyLimiter(most, "requests of this key"))
-
-    async def _answer(self, scope: Scope, body: bytes, blocks: Sequence[bytes], send: Send) -> None:
+    async def _forward(self, scope: Scope, body: bytes, blocks: Sequence[bytes], send: Send) -> None:
         if scope["path"].startswith("/v1/admin/"):
             raise APIError(501, "The models of a cluster change when it is deployed again, not one by one.")
         request = ReplicaRequest(
@@ -121,11 +119,11 @@ class Ingress:
         for _ in range(MAX_ATTEMPTS):
             relay = _ResponseRelay(send)
             try:
-                async with aclosing(self._ask(request, blocks)) as messages:
-                    async for some in messages:
-                        await relay.forward(some)
+                async with aclosing(self._call_replica(request, blocks)) as response:
+                    async for messages in response:
+                        await relay.forward(messages)
                 return
-            except self._lost as error:
+            except self._replica_errors as error:
                 if relay.complete:
                     return
                 log.warning("A replica was lost with a request: %s", error)
@@ -141,11 +139,11 @@ class Ingress:
 
 
 class _ResponseRelay:
-    """Forwards a response to the client: a whole response once it is complete, a stream as it comes."""
+    """Forwards a response to the client: a stream as it comes, any other response once it is complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._held: list[Message] = []
+        self._buffered: list[Message] = []
         self._is_stream = False
         self.started = self.complete = False
 
@@ -155,16 +153,16 @@ class _ResponseRelay:
             if message["type"] == "http.response.start":
                 kind = dict(message["headers"]).get(b"content-type", b"")
                 self._is_stream = kind.startswith(b"text/event-stream")
-        self._held += messages
-        last = self._held[-1]
+        self._buffered += messages
+        last = self._buffered[-1]
         if last["type"] != "http.response.body":  # until there is a body, another replica can start anew
             return
         self.complete = not last.get("more_body")
         if self._is_stream or self.complete:
             self.started = True
-            for message in self._held:
+            for message in self._buffered:
                 await self._send(message)
-            self._held.clear()
+            self._buffered.clear()
 
     async def fail(self) -> None:
         """End a started stream with an error event."""

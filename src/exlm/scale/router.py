@@ -1,4 +1,4 @@
-"""Ray Serve's request router with the policy of `affinity`. Ray imports this module where it routes."""
+"""Ray Serve's request router, with the policy of `affinity`. Ray imports this module by its name."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class PrefixRouter(RequestRouter):
         self.affinity.record(pending_request.kwargs.get("blocks", ()), replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Drop replicas that are gone."""
+        """Drop replicas that have been removed."""
         super().update_replicas(replicas)
-        self.affinity.keep({replica.replica_id.unique_id for replica in replicas})
+        self.affinity.retain({replica.replica_id.unique_id for replica in replicas})
 
     def _load(self, replica: RunningReplica) -> int:
         """Queue length of a replica over all routers, as Ray last knew it; 0 if unknown."""

@@ -41,10 +41,10 @@ from .schema import (
     StateReply,
     TokenizeReply,
     TokenizeRequest,
-    web_panel_script,
+    sampler_settings_script,
 )
 
-WEB = Path(__file__).with_name("web")
+WEB_FOLDER = Path(__file__).with_name("web")
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply}
     for status in (400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 431, 500, 501, 503)
@@ -65,7 +65,7 @@ STATIC_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-PANEL_SCRIPT = "sampler_settings.js"
+SAMPLER_SETTINGS_SCRIPT = "sampler_settings.js"
 """The one script without a file: it is generated from the table of the sampler's settings."""
 CLIENT_CLOSED_REQUEST = 499
 """The status, in metrics, of a response whose client disconnected before it."""
@@ -84,7 +84,7 @@ class Options:
     hosts: frozenset[str] | None = None
     """The accepted names in `Host`; None accepts any. Prevents DNS rebinding: a web page elsewhere can reach
     a local server only under a name of its own."""
-    web: Path = WEB
+    web: Path = WEB_FOLDER
     """A folder of static files, served at `/` if it has an index.html."""
 
 
@@ -139,8 +139,8 @@ class WebFiles(StaticFiles):
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         """A file with these headers and its content type."""
-        if path == PANEL_SCRIPT:
-            response = Response(web_panel_script())
+        if path == SAMPLER_SETTINGS_SCRIPT:
+            response = Response(sampler_settings_script())
         else:
             response = await super().get_response(path, scope)
         response.headers.update(STATIC_HEADERS)

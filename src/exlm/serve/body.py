@@ -28,7 +28,7 @@ Text: TypeAlias = bytes | bytearray
 
 LARGE_BODY_BYTES = 32 << 10
 """Bodies from this size on are parsed in the thread; smaller ones take at most a few milliseconds."""
-MIN_LIMIT = 1 << 16
+MIN_JSON_LIMIT = 1 << 16
 """`JsonLimits` never go below this, however small bodies must be."""
 WINDOW_BYTES = 1 << 18
 """Bytes scanned at a time: other threads cannot run meanwhile."""
@@ -47,7 +47,7 @@ class JsonLimits:
     @classmethod
     def for_body(cls, size: int) -> JsonLimits:
         """Limits for bodies of `size` bytes: a token id takes 7 or 8 of them, a message 50 or more."""
-        return cls(max(size // 16, MIN_LIMIT), max(size // 64, MIN_LIMIT))
+        return cls(max(size // 16, MIN_JSON_LIMIT), max(size // 64, MIN_JSON_LIMIT))
 
     def check(self, *texts: Text, what: str = "The body") -> None:
         """Raise 413 if the texts together exceed the limits; `what` names them in the message."""
@@ -147,7 +147,7 @@ class RequestBody:
         finally:
             self.release()
 
-    async def map_json(self, function: Callable[[Any], T]) -> T:
+    async def inspect_json(self, function: Callable[[Any], T]) -> T:
         """Parse without validation and return `function` of the value; keeps the bytes."""
         raw, limits = self.raw, JsonLimits.for_body(self._limits.body)
         return await self._run(lambda: function(_parse_json(raw, limits)))

@@ -13,7 +13,7 @@ from typing import Any
 
 from exlm import ChatTemplateError, Tokenizer
 
-from .body import MIN_LIMIT, JsonLimits
+from .body import MIN_JSON_LIMIT, JsonLimits
 from .errors import APIError
 from .output_parser import REASONING_END, REASONING_START
 from .schema import AssistantMessage, ChatRequest, Content, Message, NamedTool, ToolMessage
@@ -33,7 +33,7 @@ RESERVED_VARIABLES = frozenset(
 )
 """Variables that every template gets, and arguments of the rendering function itself."""
 
-ARGUMENTS_LIMITS = JsonLimits(MIN_LIMIT, MIN_LIMIT)
+ARGUMENTS_LIMITS = JsonLimits(MIN_JSON_LIMIT, MIN_JSON_LIMIT)
 """Limits of the JSON in the arguments of all earlier calls, which templates get parsed."""
 
 TOOL_INSTRUCTIONS = """You may call these functions, each described as JSON:

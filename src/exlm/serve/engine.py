@@ -91,7 +91,7 @@ class LoadedModel:
             name=spec.name,
             tokenizer=parts.tokenizer,
             max_seq_len=generator.max_sequence_length(),
-            max_guided_len=generator.max_sequence_length(2),
+            max_cfg_len=generator.max_sequence_length(2),
             vocab_size=parts.model.config.vocab_size,
             loras=parts.loras,
             has_draft=generator.num_draft_tokens > 0,
@@ -108,7 +108,7 @@ class LoadedModel:
     def submit(self, request: GenerationRequest) -> RequestStream:
         """Start the jobs of a request; the caller must close the stream."""
         if self.closed:
-            raise _model_unloaded(self.info.name)
+            raise _unloaded_error(self.info.name)
         return RequestStream(self, request)
 
     def enqueue(self, **arguments: Any) -> AsyncJob:
@@ -176,7 +176,7 @@ class LoadedModel:
             gen_settings=Settings.greedy(),
             salt=PROBE_SALT,
         )
-        task = asyncio.create_task(_finishes(probe))
+        task = asyncio.create_task(_ends_without_error(probe))
         try:
             async with asyncio.timeout(seconds):
                 while not task.done() and self.activity.tokens == before:
@@ -260,7 +260,7 @@ class RequestStream:
                 if (delta := output_delta(result, self._request)) is not None:
                     self._deltas.put_nowait((index, delta))
             if delta is None or delta.finish is None:
-                self._deltas.put_nowait(_model_unloaded(self._request.model))
+                self._deltas.put_nowait(_unloaded_error(self._request.model))
         except Exception as error:
             self._deltas.put_nowait(error)
         if self._running.pop(index, None) is not None:
@@ -359,11 +359,11 @@ class Engine:
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
-def _model_unloaded(name: str) -> APIError:
+def _unloaded_error(name: str) -> APIError:
     return APIError(503, f"{name} was unloaded before the answer was complete.", code="model_unloaded")
 
 
-async def _finishes(job: AsyncJob) -> bool:
+async def _ends_without_error(job: AsyncJob) -> bool:
     """Whether a job ends without an error."""
     try:
         async for result in job:

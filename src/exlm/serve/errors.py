@@ -24,7 +24,7 @@ ERROR_TYPES = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMATS = ("text", "json_object", "json_schema")
-VARIANTS = ("str", "int", "float", "bool", "NamedTool")
+UNION_TAGS = ("str", "int", "float", "bool", "NamedTool")
 RETRY_SECONDS = 2
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -91,7 +91,7 @@ def _field_path(path: Sequence[Any]) -> str:
     """A location as `messages.0.content`, without `body` and the tags of pydantic's unions."""
     kept: list[str] = []
     for before, part in zip(("", *path), path, strict=False):
-        variant = part in VARIANTS or (isinstance(before, int) and part in ROLES)
+        variant = part in UNION_TAGS or (isinstance(before, int) and part in ROLES)
         variant = variant or (before == "response_format" and part in FORMATS)
         if isinstance(part, int) or (part.isidentifier() and part != "body" and not variant):
             kept.append(str(part))

@@ -27,10 +27,10 @@ from exlm.sampler_chain import SETTINGS as CHAIN_SETTINGS
 from .chat_prompt import ChatPrompt
 from .errors import APIError
 from .limits import Limits
-from .schema import OFF, BaseRequest, ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat
+from .schema import DISABLED, BaseRequest, ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat
 from .tool_formats import ToolFormat, answer_or_call_grammar
 
-NEUTRAL: Mapping[str, Any] = MappingProxyType(
+API_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         name: int(setting.neutral) if setting.type is int else float(setting.neutral)
         for name, setting in CHAIN_SETTINGS.items()
@@ -39,14 +39,14 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 )
 """Sampler settings of the OpenAI API where a request sets none: those whose defaults are not neutral."""
 
-OTHER_NAMES = {
+OPENAI_NAMES = {
     setting.openai_name: name for name, setting in CHAIN_SETTINGS.items() if setting.openai_name is not None
 }
 NOT_IN_JSON = frozenset(one.name for one in fields(Settings)) - CHAIN_SETTINGS.keys()
 """Settings that are objects, unused, or set by other fields of a request."""
 
 SETTINGS = tuple(one.name for one in fields(Settings) if one.name in CHAIN_SETTINGS)
-TOKEN_LISTS = tuple(name for name in SETTINGS if CHAIN_SETTINGS[name].type is frozenset)
+TOKEN_SET_SETTINGS = tuple(name for name in SETTINGS if CHAIN_SETTINGS[name].type is frozenset)
 
 MAX_STRING_CHARS = 1 << 15
 """Characters of all stop and banned strings, times the number of texts: every job has an automaton with as
@@ -54,7 +54,7 @@ many states, and a state takes 300 bytes."""
 
 SLICE_CHARS = 1 << 14
 """Characters tokenised at a time by `check_token_count`."""
-TOKENS_PER_CUT = 16
+EXTRA_TOKENS_PER_SLICE = 16
 """Tokens that cutting a word may add to the count."""
 MIN_TOKENIZE_LIMIT = 1 << 17
 """Tokens that /tokenize and /detokenize accept at least, even if the context is shorter."""
@@ -72,7 +72,7 @@ class ModelInfo:
     loras: Mapping[str, Any] = field(default_factory=dict)
     """Adapters by name."""
     has_draft: bool = False
-    max_guided_len: int | None = None
+    max_cfg_len: int | None = None
     """The longest sequence of a guided pair (CFG), whose two sequences share the cache; None is half of
     `max_seq_len`."""
 
@@ -130,7 +130,7 @@ def check_token_count(
     counted, bound = 0, max_tokens + max_tokens // 4
     for start in range(0, len(text), SLICE_CHARS):
         counted += len(encode(text[start : start + SLICE_CHARS]))
-        bound += TOKENS_PER_CUT
+        bound += EXTRA_TOKENS_PER_SLICE
         if counted > bound:
             raise refusal
 
@@ -198,14 +198,14 @@ def _context_exceeded(message: str) -> APIError:
 
 def sampling_settings(request: BaseRequest, model: ModelInfo, limits: Limits) -> Settings:
     """The sampler settings of a request: its own, else the server's, else the OpenAI API's."""
-    said = request.model_dump(include={*SETTINGS, *OTHER_NAMES}, exclude_none=True)
-    for other, name in OTHER_NAMES.items():
+    said = request.model_dump(include={*SETTINGS, *OPENAI_NAMES}, exclude_none=True)
+    for other, name in OPENAI_NAMES.items():
         if other in said:
             if name in said:
                 raise APIError(422, f"{other} and {name} are the same: give one.", param=other)
             said[name] = said.pop(other)
-    said = {**NEUTRAL, **limits.sampling, **said}
-    for name in TOKEN_LISTS:
+    said = {**API_DEFAULTS, **limits.sampling, **said}
+    for name in TOKEN_SET_SETTINGS:
         if name in said:
             said[name] = _token_ids(name, said[name], model)
     settings = Settings(**said)
@@ -253,10 +253,10 @@ def sequence_arguments(
     longest = max(ids.shape[1] for ids in input_ids)
     context = model.max_seq_len
     if len(input_ids) == 2:
-        context = model.max_seq_len // 2 if model.max_guided_len is None else model.max_guided_len
+        context = model.max_seq_len // 2 if model.max_cfg_len is None else model.max_cfg_len
     left = tokens_left(longest, context)
     max_tokens = getattr(request, "max_completion_tokens", None) or request.max_tokens
-    if max_tokens == OFF:
+    if max_tokens == DISABLED:
         max_tokens = min(left, limits.tokens or left)
     if max_tokens is not None and limits.tokens is not None and max_tokens > limits.tokens:
         raise APIError(

@@ -30,7 +30,7 @@ from .engine import HEARTBEAT_SECONDS, Engine, LoadedModel
 from .limits import ConcurrencyLimiter
 from .schema import StateReply
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0)
+DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0)
 
 
 class Metrics:
@@ -58,7 +58,7 @@ class Metrics:
             "exlm_request_seconds",
             "Of finished requests: waiting, reading the prompt, generating",
             ["model", "phase"],
-            buckets=SECONDS,
+            buckets=DURATION_BUCKETS,
             registry=self.registry,
         )
         self.registry.register(_EngineGauges(engine))

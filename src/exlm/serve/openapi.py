@@ -22,7 +22,7 @@ Mode = Literal["validation", "serialization"]
 VALIDATION: Mode = "validation"
 SERIALIZATION: Mode = "serialization"
 SCHEMA_REF = "#/components/schemas/{model}"
-LARGE = 2**31 - 1
+MAX_SHOWN_BOUND = 2**31 - 1
 """Bounds beyond this are not worth showing."""
 BOUNDS = {
     "minimum": "from {}",
@@ -149,6 +149,6 @@ def _bounded(text: str, kind: Mapping[str, Any]) -> str:
     limits = [
         template.format(f"{kind[name]:g}")
         for name, template in BOUNDS.items()
-        if abs(kind.get(name, LARGE)) < LARGE
+        if abs(kind.get(name, MAX_SHOWN_BOUND)) < MAX_SHOWN_BOUND
     ]
     return f"{text} ({', '.join(limits)})" if limits else text

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 from .tool_formats import ToolFormat
 
 T = TypeVar("T")
-Parsing: TypeAlias = Generator[None, str, T]
+CharCoroutine: TypeAlias = Generator[None, str, T]
 """A coroutine that is sent characters, and "" at the end of the text, until it returns a T."""
 
 END_OF_TEXT = ""
@@ -58,7 +58,7 @@ class CharSource:
         self._back: list[str] = []
         self.record: list[str] = []
 
-    def read(self) -> Parsing[str]:
+    def read(self) -> CharCoroutine[str]:
         """The next character."""
         char = self._back.pop() if self._back else (yield)
         self.record.append(char)
@@ -70,20 +70,20 @@ class CharSource:
         self._back += reversed(pushed)
         del self.record[len(self.record) - len(pushed) :]
 
-    def peek(self) -> Parsing[str]:
+    def peek(self) -> CharCoroutine[str]:
         """The next character, without reading it."""
         char = yield from self.read()
         self.put_back(char)
         return char
 
-    def skip_whitespace(self) -> Parsing[str]:
+    def skip_whitespace(self) -> CharCoroutine[str]:
         """Read whitespace; returns the character after it without reading that."""
         while (char := (yield from self.read())).isspace():
             pass
         self.put_back(char)
         return char
 
-    def expect(self, text: str) -> Parsing[None]:
+    def expect(self, text: str) -> CharCoroutine[None]:
         """Read exactly this text, else raise NotAToolCall."""
         for wanted in text:
             char = yield from self.read()
@@ -110,29 +110,29 @@ class ToolCallParser:
         self.committed = False
         """Whether the start of the current call was emitted: it can no longer become text."""
 
-    def calls(self, announced: bool) -> Parsing[None]:
+    def calls(self, marked: bool) -> CharCoroutine[None]:
         """Parse one call, or a list of calls."""
         self.committed = False
         first = yield from self.source.skip_whitespace()
         if first == "[" and (self.tool_format.is_list or self.tool_format.bare_json):
-            yield from self.call_list(announced)
+            yield from self.call_list(marked)
         elif first != "{" and self.tool_format.is_list:
             yield from self.mistral_call()
         else:
-            yield from self.call_object(announced)
+            yield from self.call_object(marked)
 
-    def call_list(self, announced: bool) -> Parsing[None]:
+    def call_list(self, marked: bool) -> CharCoroutine[None]:
         """Parse `[{…}, {…}]`."""
         yield from self.source.expect("[")
         while True:
-            yield from self.call_object(announced)
+            yield from self.call_object(marked)
             after = yield from self.source.skip_whitespace()
             if after != ",":
                 break
             yield from self.source.read()
         yield from self.source.expect("]")
 
-    def mistral_call(self) -> Parsing[None]:
+    def mistral_call(self) -> CharCoroutine[None]:
         """Parse Mistral's `name[ARGS]{…}`."""
         name = ""
         while (char := (yield from self.source.read())) in NAME_CHARS and char:
@@ -144,9 +144,9 @@ class ToolCallParser:
             yield from self.source.expect("[ARGS]")
         if (yield from self.source.skip_whitespace()) != "{":
             raise NotAToolCall
-        yield from self.arguments(self.start_call(name, announced=True))
+        yield from self.arguments(self.start_call(name, marked=True))
 
-    def call_object(self, announced: bool) -> Parsing[None]:
+    def call_object(self, marked: bool) -> CharCoroutine[None]:
         """Parse `{"name": …, "arguments": …}`, in either order; other fields are skipped."""
         name: str | None = None
         early: list[str] = []  # arguments before the name
@@ -161,12 +161,12 @@ class ToolCallParser:
             value = yield from self.source.skip_whitespace()
             if key == "name" and name is None and value == '"':
                 name = decode_json_string((yield from self.json_string()))
-                self.check_name(name, announced)
+                self.check_name(name, marked)
             elif key in ARGUMENTS_KEYS and index < 0 and not early:
                 if name is None:
                     yield from self.argument_text(early.append)
                 else:
-                    index = self.start_call(name, announced)
+                    index = self.start_call(name, marked)
                     yield from self.arguments(index)
             else:
                 yield from self.value(lambda _: None)
@@ -177,17 +177,17 @@ class ToolCallParser:
         if index < 0:
             if name is None:
                 raise NotAToolCall
-            self.emit_args(self.start_call(name, announced), "".join(early) or "{}")
+            self.emit_args(self.start_call(name, marked), "".join(early) or "{}")
         yield from self.source.expect("}")
 
-    def check_name(self, name: str, announced: bool) -> None:
+    def check_name(self, name: str, marked: bool) -> None:
         """Raise NotAToolCall unless this can be the name of a call."""
-        if not name or (not announced and name not in self.names):
+        if not name or (not marked and name not in self.names):
             raise NotAToolCall
 
-    def start_call(self, name: str, announced: bool) -> int:
+    def start_call(self, name: str, marked: bool) -> int:
         """Emit the start of a call; returns its index."""
-        self.check_name(name, announced)
+        self.check_name(name, marked)
         self.committed = True
         self.count += 1
         if self.max_calls is None or self.count <= self.max_calls:
@@ -199,11 +199,11 @@ class ToolCallParser:
         if text and (self.max_calls is None or index < self.max_calls):
             self.emit(ToolCallArgsDelta(index, text))
 
-    def arguments(self, index: int) -> Parsing[None]:
+    def arguments(self, index: int) -> CharCoroutine[None]:
         """Parse and emit the arguments of a call that was started."""
         yield from self.argument_text(lambda text: self.emit_args(index, text))
 
-    def argument_text(self, emit: Callable[[str], None]) -> Parsing[None]:
+    def argument_text(self, emit: Callable[[str], None]) -> CharCoroutine[None]:
         """Parse arguments: an object, a string that contains one, or null for none."""
         first = yield from self.source.skip_whitespace()
         if first == '"':
@@ -214,7 +214,7 @@ class ToolCallParser:
         else:
             yield from self.value(emit)
 
-    def value(self, emit: Callable[[str], None]) -> Parsing[None]:
+    def value(self, emit: Callable[[str], None]) -> CharCoroutine[None]:
         """Parse any JSON value by counting brackets; characters that JSON has only in strings end it."""
         depth = 0
         while True:
@@ -234,7 +234,7 @@ class ToolCallParser:
             if depth == 0:
                 return
 
-    def json_string(self) -> Parsing[str]:
+    def json_string(self) -> CharCoroutine[str]:
         """Parse a JSON string; returns it as written, quotes included."""
         yield from self.source.expect('"')
         raw = '"'
@@ -344,7 +344,7 @@ class OutputParser:
     def _emit(self, event: ResponseEvent) -> None:
         self._events.append(event)
 
-    def _run(self, in_reasoning: bool, forced_call: bool) -> Parsing[None]:
+    def _run(self, in_reasoning: bool, forced_call: bool) -> CharCoroutine[None]:
         if in_reasoning or (yield from self._starts_with(REASONING_START)):
             self._skip_whitespace = True
             yield from self._until(REASONING_END, lambda char: self._emit_text(ReasoningDelta, char))
@@ -354,20 +354,18 @@ class OutputParser:
                 yield from self._leading_calls(self.tool_format, forced_call)
             if self.tool_format.start_marker:
                 while (yield from self._until(self.tool_format.start_marker, self._emit_content)):
-                    yield from self._call_block(
-                        self.tool_format, self.tool_format.start_marker, announced=True
-                    )
+                    yield from self._call_block(self.tool_format, self.tool_format.start_marker, marked=True)
                     self._source.record.clear()
         yield from self._until("", self._emit_content)
         if self._pending_whitespace and not self._skip_whitespace:
             self._emit(ContentDelta(self._pending_whitespace))
 
-    def _leading_calls(self, tool_format: ToolFormat, forced: bool) -> Parsing[None]:
+    def _leading_calls(self, tool_format: ToolFormat, forced: bool) -> CharCoroutine[None]:
         """Parse calls at the very beginning of the text; if forced, there is one."""
         self._source.record.clear()
         first = yield from self._source.skip_whitespace()
         while forced or first in ("{", "["):
-            yield from self._call_block(tool_format, "", announced=forced)
+            yield from self._call_block(tool_format, "", marked=forced)
             if tool_format.name != "llama3" or forced or not self._calls.committed:
                 return
             first = yield from self._source.skip_whitespace()
@@ -377,13 +375,13 @@ class OutputParser:
             self._source.record.clear()
         self._emit_record("")
 
-    def _call_block(self, tool_format: ToolFormat, start_marker: str, announced: bool) -> Parsing[None]:
+    def _call_block(self, tool_format: ToolFormat, start_marker: str, marked: bool) -> CharCoroutine[None]:
         """Parse calls after `start_marker`; what is not a call becomes content."""
         if start_marker:
             self._source.record.clear()
         calls, before = self._calls, self._calls.count
         try:
-            yield from calls.calls(announced)
+            yield from calls.calls(marked)
             end = tool_format.end_marker
             if end and (yield from self._source.skip_whitespace()) == end[0]:
                 yield from self._source.expect(end)
@@ -402,7 +400,7 @@ class OutputParser:
             self._emit_content(char)
         self._source.record.clear()
 
-    def _starts_with(self, marker: str) -> Parsing[bool]:
+    def _starts_with(self, marker: str) -> CharCoroutine[bool]:
         """Whether the text begins with a marker; if so, reads it and drops the whitespace before it."""
         yield from self._source.skip_whitespace()
         try:
@@ -415,7 +413,7 @@ class OutputParser:
         self._source.record.clear()
         return True
 
-    def _until(self, marker: str, emit: Callable[[str], None]) -> Parsing[bool]:
+    def _until(self, marker: str, emit: Callable[[str], None]) -> CharCoroutine[bool]:
         """Emit characters up to a marker and read that; returns whether it came before the text ended."""
         held = ""
         while (char := (yield from self._source.read())) != END_OF_TEXT:

@@ -97,28 +97,28 @@ def _field_names(kind: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
-LARGE = 2**31 - 1
-OFF = -1
+INT32_MAX = 2**31 - 1
+DISABLED = -1
 """Many clients send -1 for a disabled `top_k`, an unlimited `max_tokens` or a random `seed`."""
 
-Count = Annotated[int, Field(ge=0, le=LARGE)]
-Real = Annotated[float, Field(ge=-1e5, le=1e5)]
-Id = Annotated[int, Field(ge=0, le=LARGE, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
+LoraScale = Annotated[float, Field(ge=-1e5, le=1e5)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX, strict=True)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-Phrase = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
-Json = Annotated[dict[str, Any], MaxItems(4096)]
-TokenIds = Annotated[list[Id], Field(min_length=1), MaxItems(1 << 20)]
-TokenSet = Annotated[list[Id | Phrase], MaxItems(256)]
-Likeliest = Annotated[int, Field(ge=OFF, le=LARGE), AfterValidator(lambda count: max(count, 0))]
-NewTokens = Literal[-1] | Annotated[int, Field(ge=1, le=LARGE)]
+ShortText = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+JsonObject = Annotated[dict[str, Any], MaxItems(4096)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), MaxItems(1 << 20)]
+TokenSet = Annotated[list[TokenId | ShortText], MaxItems(256)]
+TopK = Annotated[int, Field(ge=DISABLED, le=INT32_MAX), AfterValidator(lambda count: max(count, 0))]
+NewTokens = Literal[-1] | Annotated[int, Field(ge=1, le=INT32_MAX)]
 Seed = Annotated[
     Annotated[int, Field(ge=-(2**63), lt=2**63)] | None,
-    AfterValidator(lambda seed: None if seed == OFF else seed),
+    AfterValidator(lambda seed: None if seed == DISABLED else seed),
 ]
 
 
-UNSUPPORTED_NO_OPS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "audio": (),
         "best_of": (1,),
@@ -140,7 +140,7 @@ UNSUPPORTED_NO_OPS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 are accepted, because some clients send every field they know."""
 
 
-MESSAGE_FIELDS = frozenset(
+MESSAGE_NULLS = frozenset(
     (
         "annotations",
         "audio",
@@ -152,7 +152,7 @@ MESSAGE_FIELDS = frozenset(
         "tool_calls",
     )
 )
-PART_FIELDS = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
+PART_NULLS = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
 
 
 def _number(kind: type, bounds: Bounds) -> Any:
@@ -169,7 +169,7 @@ def _sampler_fields() -> dict[str, Any]:
         if kind is frozenset:
             kind = TokenSet
         elif setting.is_number:
-            kind = Likeliest if name == "top_k" else _number(kind, setting.api)
+            kind = TopK if name == "top_k" else _number(kind, setting.api)
         fields[name] = (kind | None, None)
         if setting.openai_name is not None:
             openai[setting.openai_name] = (_number(setting.type, setting.openai_bounds) | None, None)
@@ -186,7 +186,7 @@ class Sampling(ChainSettings):
     """Every sampler setting that JSON can say; None is the server's default."""
 
 
-def web_panel_script() -> str:
+def sampler_settings_script() -> str:
     """A script module for the web page: the sampler settings of its panel, in the order of the chain."""
     panel = []
     for name, setting in SETTINGS.items():
@@ -216,19 +216,19 @@ class StreamOptions(StrictModel):
 class BaseRequest(Sampling):
     """What completions and chats have in common."""
 
-    IGNORED_NULLS = frozenset(UNSUPPORTED_NO_OPS)
+    IGNORED_NULLS = frozenset(NO_OP_VALUES)
 
     model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     max_tokens: NewTokens | None = None
-    min_tokens: Count = 0
+    min_tokens: NonNegative = 0
     seed: Seed = None
-    stop: Phrase | Annotated[list[Phrase], MaxItems(64)] | None = None
-    stop_token_ids: Annotated[list[Id], MaxItems(64)] = Field(default=[])
+    stop: ShortText | Annotated[list[ShortText], MaxItems(64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], MaxItems(64)] = Field(default=[])
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], MaxItems(4096)] | None = None
-    banned_strings: Annotated[list[Phrase], MaxItems(256)] = Field(default=[])
+    banned_strings: Annotated[list[ShortText], MaxItems(256)] = Field(default=[])
     regex: str | None = None
     grammar: str | None = None
     filter_prefer_eos: bool = False
@@ -236,11 +236,13 @@ class BaseRequest(Sampling):
     token_healing: bool = False
     skip_special_tokens: bool = True
     speculative: bool | None = None
-    lora: Name | Annotated[list[Name], MaxItems(16)] | Annotated[dict[str, Real], MaxItems(16)] | None = None
+    lora: (
+        Name | Annotated[list[Name], MaxItems(16)] | Annotated[dict[str, LoraScale], MaxItems(16)] | None
+    ) = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
-    metadata: Json | None = None
+    metadata: JsonObject | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="before")
@@ -249,7 +251,7 @@ class BaseRequest(Sampling):
         """Drop unsupported fields whose values ask for nothing."""
         if not isinstance(given, dict):
             return given
-        no_ops = {**UNSUPPORTED_NO_OPS, "best_of": (1, given.get("n"))}  # the best n of n are all of them
+        no_ops = {**NO_OP_VALUES, "best_of": (1, given.get("n"))}  # the best n of n are all of them
         return {name: value for name, value in given.items() if value not in no_ops.get(name, ())}
 
 
@@ -290,7 +292,7 @@ class NamedSchema(StrictModel):
 
     name: Annotated[str, StringConstraints(max_length=256)] = ""
     description: str | None = None
-    schema_: Annotated[Json, Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -307,7 +309,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class TextPart(StrictModel):
     """A piece of a message; the models served here read text only."""
 
-    IGNORED_NULLS = PART_FIELDS
+    IGNORED_NULLS = PART_NULLS
 
     type: Literal["text"]
     text: str
@@ -322,7 +324,7 @@ class CalledFunction(StrictModel):
     name: Annotated[str, StringConstraints(max_length=256)]
     arguments: str = "{}"
     parsed_arguments: Any = None
-    provider_specific_fields: Json | None = None
+    provider_specific_fields: JsonObject | None = None
 
 
 class ToolCall(StrictModel):
@@ -332,13 +334,13 @@ class ToolCall(StrictModel):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
-    provider_specific_fields: Json | None = None
+    provider_specific_fields: JsonObject | None = None
 
 
 class SystemMessage(StrictModel):
     """Instructions."""
 
-    IGNORED_NULLS = MESSAGE_FIELDS
+    IGNORED_NULLS = MESSAGE_NULLS
 
     role: Literal["system", "developer"]
     content: Content
@@ -348,7 +350,7 @@ class SystemMessage(StrictModel):
 class UserMessage(StrictModel):
     """What the user said."""
 
-    IGNORED_NULLS = MESSAGE_FIELDS
+    IGNORED_NULLS = MESSAGE_NULLS
 
     role: Literal["user"]
     content: Content
@@ -362,13 +364,13 @@ class AssistantMessage(StrictModel):
     `provider_specific_fields` are LiteLLM's notes on the provider.
     """
 
-    IGNORED_NULLS = MESSAGE_FIELDS
+    IGNORED_NULLS = MESSAGE_NULLS
 
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
     parsed: Any = None
-    provider_specific_fields: Json | None = None
+    provider_specific_fields: JsonObject | None = None
     refusal: None = None
     annotations: Annotated[list[Any], MaxItems(0)] | None = None
     audio: None = None
@@ -380,7 +382,7 @@ class AssistantMessage(StrictModel):
 class ToolMessage(StrictModel):
     """A tool's result."""
 
-    IGNORED_NULLS = MESSAGE_FIELDS
+    IGNORED_NULLS = MESSAGE_NULLS
 
     role: Literal["tool"]
     content: Content
@@ -397,7 +399,7 @@ class FunctionDefinition(StrictModel):
 
     name: ToolName
     description: str | None = None
-    parameters: Json | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -432,7 +434,7 @@ class ChatRequest(BaseRequest):
     tools: Annotated[list[Tool], MaxItems(128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
-    chat_template_kwargs: Json | None = None
+    chat_template_kwargs: JsonObject | None = None
 
 
 class TokenizeRequest(StrictModel):
@@ -449,7 +451,7 @@ class DetokenizeRequest(StrictModel):
     """`POST /detokenize`."""
 
     model: Name | None = None
-    tokens: Annotated[list[Id], MaxItems(1 << 20)]
+    tokens: Annotated[list[TokenId], MaxItems(1 << 20)]
     decode_special_tokens: bool = True
 
 
@@ -469,11 +471,11 @@ CompletionRequest.model_rebuild()
 T = TypeVar("T")
 Omittable = Annotated[T | None, Field(json_schema_extra={"default": None})]
 """A field of a stream's events that is left out where an event does not change it."""
-closed = with_config(ConfigDict(extra="forbid"))
+no_extra_fields = with_config(ConfigDict(extra="forbid"))
 """Describes an object as having no further fields."""
 
 
-@closed
+@no_extra_fields
 class ErrorDetail(TypedDict):
     """What went wrong."""
 
@@ -483,21 +485,21 @@ class ErrorDetail(TypedDict):
     code: str | None
 
 
-@closed
+@no_extra_fields
 class ErrorReply(TypedDict):
     """The body of every refused or failed request."""
 
     error: ErrorDetail
 
 
-@closed
+@no_extra_fields
 class CachedTokens(TypedDict):
     """How many tokens of the prompt the prefix cache had."""
 
     cached_tokens: int
 
 
-@closed
+@no_extra_fields
 class CompletionDetails(TypedDict):
     """How many draft tokens of speculative decoding were accepted and rejected."""
 
@@ -505,7 +507,7 @@ class CompletionDetails(TypedDict):
     rejected_prediction_tokens: int
 
 
-@closed
+@no_extra_fields
 class Usage(TypedDict):
     """Token counts."""
 
@@ -516,7 +518,7 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionDetails
 
 
-@closed
+@no_extra_fields
 class Timings(TypedDict):
     """Seconds; of the slowest text where a request has several."""
 
@@ -526,7 +528,7 @@ class Timings(TypedDict):
     tokens_per_second: float
 
 
-@closed
+@no_extra_fields
 class TopLogprob(TypedDict):
     """One of the most likely tokens."""
 
@@ -535,7 +537,7 @@ class TopLogprob(TypedDict):
     bytes: list[int] | None
 
 
-@closed
+@no_extra_fields
 class TokenLogprob(TypedDict):
     """The sampled token, and the most likely ones."""
 
@@ -545,14 +547,14 @@ class TokenLogprob(TypedDict):
     top_logprobs: list[TopLogprob]
 
 
-@closed
+@no_extra_fields
 class ChatLogprobs(TypedDict):
     """Log probabilities of every token of the answer."""
 
     content: list[TokenLogprob]
 
 
-@closed
+@no_extra_fields
 class FunctionCall(TypedDict):
     """A function and its arguments as JSON text."""
 
@@ -560,7 +562,7 @@ class FunctionCall(TypedDict):
     arguments: str
 
 
-@closed
+@no_extra_fields
 class ToolCallReply(TypedDict):
     """A tool call that the model makes."""
 
@@ -569,7 +571,7 @@ class ToolCallReply(TypedDict):
     function: FunctionCall
 
 
-@closed
+@no_extra_fields
 class ChatMessage(TypedDict):
     """The model's message."""
 
@@ -583,7 +585,7 @@ class ChatMessage(TypedDict):
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-@closed
+@no_extra_fields
 class ChatChoice(TypedDict):
     """One of `n` answers."""
 
@@ -593,7 +595,7 @@ class ChatChoice(TypedDict):
     finish_reason: FinishReason
 
 
-@closed
+@no_extra_fields
 class ChatReply(TypedDict):
     """`/v1/chat/completions`, whole."""
 
@@ -606,7 +608,7 @@ class ChatReply(TypedDict):
     timings: Timings
 
 
-@closed
+@no_extra_fields
 class FunctionDelta(TypedDict):
     """More of a function call."""
 
@@ -614,7 +616,7 @@ class FunctionDelta(TypedDict):
     arguments: str
 
 
-@closed
+@no_extra_fields
 class ToolCallDelta(TypedDict):
     """More of a tool call."""
 
@@ -624,7 +626,7 @@ class ToolCallDelta(TypedDict):
     function: FunctionDelta
 
 
-@closed
+@no_extra_fields
 class ChatDelta(TypedDict):
     """More of a message."""
 
@@ -634,7 +636,7 @@ class ChatDelta(TypedDict):
     tool_calls: NotRequired[Omittable[list[ToolCallDelta]]]
 
 
-@closed
+@no_extra_fields
 class ChatChunkChoice(TypedDict):
     """More of one answer."""
 
@@ -644,7 +646,7 @@ class ChatChunkChoice(TypedDict):
     finish_reason: FinishReason | None
 
 
-@closed
+@no_extra_fields
 class ChatChunk(TypedDict):
     """`/v1/chat/completions`, one event of a stream."""
 
@@ -657,7 +659,7 @@ class ChatChunk(TypedDict):
     timings: NotRequired[Omittable[Timings]]
 
 
-@closed
+@no_extra_fields
 class CompletionLogprobs(TypedDict):
     """Log probabilities of every token of the text, as parallel lists."""
 
@@ -667,7 +669,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-@closed
+@no_extra_fields
 class CompletionChoice(TypedDict):
     """One continuation, or more of it."""
 
@@ -677,7 +679,7 @@ class CompletionChoice(TypedDict):
     finish_reason: Literal["stop", "length"] | None
 
 
-@closed
+@no_extra_fields
 class CompletionReply(TypedDict):
     """`/v1/completions`, whole or one event of a stream."""
 
@@ -690,7 +692,7 @@ class CompletionReply(TypedDict):
     timings: NotRequired[Timings | None]
 
 
-@closed
+@no_extra_fields
 class ModelCard(TypedDict):
     """A registered model."""
 
@@ -703,7 +705,7 @@ class ModelCard(TypedDict):
     loras: list[str]
 
 
-@closed
+@no_extra_fields
 class ModelList(TypedDict):
     """`/v1/models`."""
 
@@ -711,7 +713,7 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-@closed
+@no_extra_fields
 class TokenizeReply(TypedDict):
     """`/tokenize`."""
 
@@ -720,21 +722,21 @@ class TokenizeReply(TypedDict):
     max_model_len: int
 
 
-@closed
+@no_extra_fields
 class DetokenizeReply(TypedDict):
     """`/detokenize`."""
 
     text: str
 
 
-@closed
+@no_extra_fields
 class HealthReply(TypedDict):
     """The process is alive, or the engine ready."""
 
     status: Literal["alive", "ready"]
 
 
-@closed
+@no_extra_fields
 class StateReply(TypedDict):
     """`/v1/internal/state`."""
 

@@ -1,7 +1,7 @@
 """Run the server in this process until a signal ends it: connections, signals, draining, watchdog.
 
 uvicorn has no timeouts for clients that send no headers or read no response, so its h11 protocol is
-subclassed. `middleware` bounds the time for a request's body; here it is the headers, the rest of a refused
+subclassed. `middleware` limits the time for a request's body; here it is the headers, the rest of a refused
 body, and unread responses. To the application, a connection that is closed here looks like a client that
 disconnected.
 """
@@ -36,7 +36,7 @@ from .monitoring import Watchdog, exit_on_stall
 
 Event: TypeAlias = h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]
 
-FREE_CHUNKS = 1024
+MAX_SMALL_CHUNKS = 1024
 """Chunks of a body before `MIN_MEAN_CHUNK_BYTES` applies."""
 MIN_MEAN_CHUNK_BYTES = 256
 """Bytes that further chunks must have on average: parsing a chunk of one byte takes as long as thousands."""
@@ -56,7 +56,7 @@ class _ChunkLimitedParser(h11.Connection):
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
-            if self._chunks > FREE_CHUNKS + self._bytes // MIN_MEAN_CHUNK_BYTES:
+            if self._chunks > MAX_SMALL_CHUNKS + self._bytes // MIN_MEAN_CHUNK_BYTES:
                 raise h11.RemoteProtocolError("too many small chunks")
         return event
 
@@ -213,17 +213,17 @@ def listen(host: str, port: int) -> socket.socket:
     return opened
 
 
-def uvicorn_config(app: FastAPI, bounds: Limits, drain_seconds: float) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI, limits: Limits, drain_seconds: float) -> uvicorn.Config:
     """The configuration of uvicorn for an application."""
     return uvicorn.Config(
         app,
-        http=partial(Connection, limits=bounds),  # type: ignore[arg-type]
+        http=partial(Connection, limits=limits),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         date_header=False,
-        h11_max_incomplete_event_size=bounds.headers + 4096,
+        h11_max_incomplete_event_size=limits.headers + 4096,
         timeout_graceful_shutdown=max(1, round(drain_seconds)),
     )
 
