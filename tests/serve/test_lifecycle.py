@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from exlm.serve import ApiKeys, Engine, ModelSpec, Options
-from exlm.serve.monitoring import STALLED_EXIT_STATUS, Activity, Watchdog
+from exlm.serve.engine import Activity
+from exlm.serve.monitoring import STALLED_EXIT_STATUS, Watchdog
 from tests.conftest import ROOT
 from tests.lora import peft_folders as making
 from tests.serve.running_server import RunningServer, load_tiny, preloaded, running_server, slow_decode

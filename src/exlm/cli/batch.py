@@ -99,15 +99,7 @@ def _run_rows(model_spec: ModelSpec, rows: Rows, journal: Journal, console: Cons
 
     loaded = load(model_spec, progress=not console.quiet)
     generator = exlm.Generator(loaded.model, loaded.cache, loaded.tokenizer, **loaded.options)
-    model_info = ModelInfo(
-        name=model_spec.name,
-        tokenizer=loaded.tokenizer,
-        max_seq_len=generator.max_sequence_length(),
-        max_cfg_len=generator.max_sequence_length(2),
-        vocab_size=loaded.model.config.vocab_size,
-        loras=loaded.loras,
-        has_draft=generator.num_draft_tokens > 0,
-    )
+    model_info = ModelInfo.from_generator(model_spec.name, generator, loaded.loras)
     with _progress_bar(rows, journal, console) as on_progress:
         run_rows(rows, journal, generator, model_info, on_progress=on_progress)
 

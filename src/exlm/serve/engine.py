@@ -35,7 +35,7 @@ HEARTBEAT_SECONDS = 0.5
 
 
 class Activity:
-    """When one engine last did something, how many jobs it has, and its latest events."""
+    """When a model last gave a result, how many jobs it has, and its latest events, for the watchdog."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` counts seconds."""
@@ -49,7 +49,7 @@ class Activity:
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long the engine has had jobs and done nothing."""
+        """For how long the model has had jobs and given no result."""
         return self.clock() - self._last if self.pending_jobs else 0.0
 
     def job_queued(self, event: str) -> None:
@@ -76,7 +76,7 @@ class Activity:
             self.record(f"job {result['serial']} started")
 
     def record(self, event: str) -> None:
-        """Keep an event for a report."""
+        """Keep an event for the watchdog's report."""
         self.events.append((time.time(), event))
 
 
@@ -86,19 +86,10 @@ class LoadedModel:
     def __init__(self, spec: ModelSpec, parts: GeneratorParts) -> None:
         self.spec, self.parts = spec, parts
         self.generator = AsyncGenerator(parts.model, parts.cache, parts.tokenizer, **parts.options)
-        generator = self.generator.generator
-        self.info = ModelInfo(
-            name=spec.name,
-            tokenizer=parts.tokenizer,
-            max_seq_len=generator.max_sequence_length(),
-            max_cfg_len=generator.max_sequence_length(2),
-            vocab_size=parts.model.config.vocab_size,
-            loras=parts.loras,
-            has_draft=generator.num_draft_tokens > 0,
-        )
+        self.info = ModelInfo.from_generator(spec.name, self.generator.generator, parts.loras)
         self.activity = Activity()
         self.draining = False
-        """Whether it finishes its requests and takes no new ones."""
+        """Whether it finishes its requests but takes no new ones."""
         self.in_flight = 0
         """Requests being prepared or answered."""
         self.closed = False
@@ -133,7 +124,7 @@ class LoadedModel:
         task.add_done_callback(self._cancelling.discard)
 
     async def is_ready(self, seconds: float) -> bool:
-        """Whether any token comes out of the scheduler in time; queues a job of one token to see."""
+        """Whether the scheduler gives any token in time; queues a job of one token to find out."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._probe_token(seconds))
         return await asyncio.shield(self._probe)
@@ -193,7 +184,7 @@ class LoadedModel:
 
 
 class RequestStream:
-    """The running jobs of one request: deltas of their texts as they come, until it is closed."""
+    """The running jobs of one request; gives the deltas of their texts until it is closed."""
 
     def __init__(self, model: LoadedModel, request: GenerationRequest) -> None:
         """Queue the jobs; if one cannot be made, the others are cancelled."""
@@ -229,8 +220,8 @@ class RequestStream:
         rest = [item]
         while not self._deltas.empty():
             rest.append(self._deltas.get_nowait())  # type: ignore[arg-type]
-        for one in rest:
-            self._deltas.put_nowait(one)
+        for item in rest:
+            self._deltas.put_nowait(item)
 
     def token_counts(self) -> tuple[int, int, int]:
         """Tokens so far: of prompts whose prefill has started, of those found in the cache, and generated."""
@@ -252,7 +243,7 @@ class RequestStream:
         self._running.clear()
 
     async def _pump(self, index: int) -> None:
-        """Turn a job's results into deltas at once: results with logits are large and must not pile up."""
+        """Turn a job's results into deltas as they come: results with logits are too large to queue."""
         job, delta = self._running[index], None
         try:
             async for result in job:

@@ -1,8 +1,10 @@
-"""From the fields of a request to a `GenerationRequest`: what dialects, and batches, share.
+"""What the engine runs and what it gives back: `GenerationRequest` and `OutputDelta`, whatever the dialect.
 
-Pure functions. They encode prompts within the model's context, compile filters, and make the arguments of
-each `Job`: sampler settings, stop conditions, adapters, lengths, seeds. Everything that can be refused before
-a job is queued is refused here, with an `APIError`.
+The functions that make a `GenerationRequest` from the fields of a request encode prompts within the model's
+context, compile filters, and make the arguments of each `Job`: sampler settings, stop conditions, adapters,
+lengths, seeds. Everything that can be refused before a job is queued is refused here, with an `APIError`.
+`output_delta` turns each result of a job into what it adds to its text. Nothing here knows HTTP or the
+engine, so batches use it too.
 
 Tokenising takes about a microsecond for each character and a hundred bytes for each token, so a prompt that
 is too long must be refused before all of it is tokenised. Its number of characters alone does not decide:
@@ -21,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from exlm import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter, Settings, Tokenizer
+from exlm import Filter, Generator, GrammarFilter, JsonSchemaFilter, RegexFilter, Settings, Tokenizer
 from exlm.sampler_chain import SETTINGS as CHAIN_SETTINGS
 
 from .chat_prompt import ChatPrompt
@@ -42,27 +44,24 @@ API_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 OPENAI_NAMES = {
     setting.openai_name: name for name, setting in CHAIN_SETTINGS.items() if setting.openai_name is not None
 }
-NOT_IN_JSON = frozenset(one.name for one in fields(Settings)) - CHAIN_SETTINGS.keys()
-"""Settings that are objects, unused, or set by other fields of a request."""
-
-SETTINGS = tuple(one.name for one in fields(Settings) if one.name in CHAIN_SETTINGS)
-TOKEN_SET_SETTINGS = tuple(name for name in SETTINGS if CHAIN_SETTINGS[name].type is frozenset)
+SETTINGS = tuple(field.name for field in fields(Settings) if field.name in CHAIN_SETTINGS)
+TOKEN_SET_SETTINGS = frozenset(name for name in SETTINGS if CHAIN_SETTINGS[name].type is frozenset)
 
 MAX_STRING_CHARS = 1 << 15
-"""Characters of all stop and banned strings, times the number of texts: every job has an automaton with as
-many states, and a state takes 300 bytes."""
+"""Characters of all stop and banned strings, times the number of texts: every job has an automaton with one
+state of 300 bytes for each character."""
 
 SLICE_CHARS = 1 << 14
 """Characters tokenised at a time by `check_token_count`."""
 EXTRA_TOKENS_PER_SLICE = 16
-"""Tokens that cutting a word may add to the count."""
+"""By how many tokens a slice may count more because its ends cut words."""
 MIN_TOKENIZE_LIMIT = 1 << 17
 """Tokens that /tokenize and /detokenize accept at least, even if the context is shorter."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What must be known of a loaded model to make a request for it."""
+    """What making a request needs to know about a loaded model."""
 
     name: str
     tokenizer: Tokenizer
@@ -73,13 +72,26 @@ class ModelInfo:
     """Adapters by name."""
     has_draft: bool = False
     max_cfg_len: int | None = None
-    """The longest sequence of a guided pair (CFG), whose two sequences share the cache; None is half of
+    """The longest sequence where classifier-free guidance runs two, which share the cache; None is half of
     `max_seq_len`."""
+
+    @classmethod
+    def from_generator(cls, name: str, generator: Generator, loras: Mapping[str, Any]) -> ModelInfo:
+        """A description of the model that a generator runs."""
+        return cls(
+            name=name,
+            tokenizer=generator.tokenizer,
+            max_seq_len=generator.max_sequence_length(),
+            max_cfg_len=generator.max_sequence_length(2),
+            vocab_size=generator.model.config.vocab_size,
+            loras=loras,
+            has_draft=generator.num_draft_tokens > 0,
+        )
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What the engine runs, and what a dialect's writer must know to write the response."""
+    """What the engine runs, and what a dialect's writer needs to know to write the response."""
 
     model: str
     tokenizer: Tokenizer
@@ -198,17 +210,16 @@ def _context_exceeded(message: str) -> APIError:
 
 def sampling_settings(request: BaseRequest, model: ModelInfo, limits: Limits) -> Settings:
     """The sampler settings of a request: its own, else the server's, else the OpenAI API's."""
-    said = request.model_dump(include={*SETTINGS, *OPENAI_NAMES}, exclude_none=True)
-    for other, name in OPENAI_NAMES.items():
-        if other in said:
-            if name in said:
-                raise APIError(422, f"{other} and {name} are the same: give one.", param=other)
-            said[name] = said.pop(other)
-    said = {**API_DEFAULTS, **limits.sampling, **said}
-    for name in TOKEN_SET_SETTINGS:
-        if name in said:
-            said[name] = _token_ids(name, said[name], model)
-    settings = Settings(**said)
+    values = request.model_dump(include={*SETTINGS, *OPENAI_NAMES}, exclude_none=True)
+    for openai_name, name in OPENAI_NAMES.items():
+        if openai_name in values:
+            if name in values:
+                raise APIError(422, f"{openai_name} and {name} are the same: give one.", param=openai_name)
+            values[name] = values.pop(openai_name)
+    values = {**API_DEFAULTS, **limits.sampling, **values}
+    for name in sorted(TOKEN_SET_SETTINGS & values.keys()):
+        values[name] = _token_ids(name, values[name], model)
+    settings = Settings(**values)
     if request.logit_bias:
         settings.token_bias = _bias_tensor(request.logit_bias, model.vocab_size)
     settings.check()

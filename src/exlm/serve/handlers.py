@@ -1,9 +1,9 @@
 """Request handlers of the routes that generate or tokenise: from a parsed body to the response.
 
-This is where dialects, engine and HTTP meet: a request gets a slot of the concurrency limiter, is turned into
-a `GenerationRequest` in a thread, runs, and is answered whole or as a stream. There are two threads for most
-requests, two for those with a grammar to compile, and one for those with large bodies, so that neither of the
-latter keeps other requests waiting.
+A request gets a slot of the concurrency limiter, is turned into a `GenerationRequest` in a thread, runs in
+the engine, and is answered with a complete response or a stream. Two threads prepare most requests, two
+others those with a grammar to compile, and one those with large bodies, so that neither grammars nor large
+bodies delay other requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .generation import (
 from .limits import ConcurrencyLimiter, Limits
 from .middleware import Caller
 from .monitoring import Metrics
-from .responses import KEEP_ALIVE_SECONDS, EventStreamResponse, JsonResponse, unless_disconnected
+from .responses import KEEP_ALIVE_SECONDS, EventStreamResponse, JsonResponse, cancel_on_disconnect
 from .schema import (
     BaseRequest,
     ChatRequest,
@@ -84,7 +84,7 @@ class RequestHandlers:
         self.engine, self.limits, self.metrics, self.large_bodies = engine, limits, metrics, large_bodies
         self.limiter = ConcurrencyLimiter(limits.requests, "requests", shared)
         self._grammar_limiter = ConcurrencyLimiter(limits.grammars, "schemas and grammars", shared)
-        self._prompt_pool = ThreadPoolExecutor(2, thread_name_prefix="exlm-translate")
+        self._prompt_pool = ThreadPoolExecutor(2, thread_name_prefix="exlm-prompt")
         self._grammar_pool = ThreadPoolExecutor(2, thread_name_prefix="exlm-grammar")
 
     def close(self) -> None:
@@ -148,13 +148,15 @@ class RequestHandlers:
         with ExitStack() as stack:
             stack.enter_context(self.limiter.slot(salt))
             stack.enter_context(model.request_in_flight())
-            prepared = await unless_disconnected(request, self._prepare(request, body, endpoint, model, salt))
+            prepared = await cancel_on_disconnect(
+                self._prepare(request, body, endpoint, model, salt), request.receive
+            )
             writer = endpoint.writer(prepared, None, None)
             stream = stack.enter_context(closing(model.submit(prepared)))
             stack.callback(lambda: self.metrics.observe_request(writer, stream.token_counts()))
             if not prepared.stream:
-                return JsonResponse(await unless_disconnected(request, _complete(writer, stream)))
-            await unless_disconnected(request, stream.wait_for_first(EARLY_ERROR_SECONDS))
+                return JsonResponse(await cancel_on_disconnect(_complete(writer, stream), request.receive))
+            await cancel_on_disconnect(stream.wait_for_first(EARLY_ERROR_SECONDS), request.receive)
             return EventStreamResponse(_stream(writer, stream), stack.pop_all().close, writer.MEDIA_TYPE)
 
     async def _prepare(
@@ -175,14 +177,14 @@ class RequestHandlers:
 
 
 async def _complete(writer: ResponseWriter, stream: RequestStream) -> Any:
-    """The whole response."""
+    """The complete response."""
     while not writer.done:
         writer.push(*await stream.next())
     return writer.body()
 
 
 async def _stream(writer: ResponseWriter, stream: RequestStream) -> AsyncIterator[bytes]:
-    """The response as events, with keep-alive comments where there is nothing to send for long."""
+    """The response as events, with a keep-alive comment whenever nothing was sent for a while."""
     for event in writer.start_events():
         yield writer.encode(event)
     try:

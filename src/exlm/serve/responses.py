@@ -1,13 +1,13 @@
-"""JSON responses and server-sent events, and the cancelling of work whose client has disconnected."""
+"""HTTP responses: JSON and server-sent events; and the cancelling of work whose client has disconnected."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,7 +21,7 @@ KEEP_ALIVE_SECONDS = 15.0
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection before it had its response."""
+    """The client closed the connection before the response was complete."""
 
 
 def sse_event(data: Any) -> bytes:
@@ -35,7 +35,7 @@ def json_bytes(data: Any) -> bytes:
 
 
 class JsonResponse(Response):
-    """A JSON response."""
+    """A response of compact JSON."""
 
     media_type = "application/json"
 
@@ -57,11 +57,9 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events while listening for a disconnect."""
-        sending = asyncio.ensure_future(self._send(send))
         try:
-            await race_disconnect(sending, receive)
-        except ClientDisconnected:
-            pass
+            with suppress(ClientDisconnected):
+                await cancel_on_disconnect(self._send(send), receive)
         finally:
             self._close()
 
@@ -72,24 +70,19 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """Await `work`; cancel it and raise ClientDisconnected if the client disconnects before it is done."""
-    return await race_disconnect(asyncio.ensure_future(work), request.receive)
-
-
-async def race_disconnect(work: asyncio.Future[T], receive: Receive) -> T:
-    """The result of `work`, which is cancelled if the client disconnects first."""
-    listener = asyncio.ensure_future(_disconnected(receive))
+    task, listener = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
-        both: list[asyncio.Future[Any]] = [work, listener]
+        both: list[asyncio.Future[Any]] = [task, listener]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
+        if task.done():
+            return task.result()
         raise ClientDisconnected
     finally:
-        work.cancel()
+        task.cancel()
         listener.cancel()
-        await asyncio.gather(work, listener, return_exceptions=True)
+        await asyncio.gather(task, listener, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

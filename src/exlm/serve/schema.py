@@ -72,7 +72,7 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     IGNORED_NULLS: ClassVar[frozenset[str]] = frozenset()
-    """Fields of sibling objects, ignored if null: clients with one class for all siblings send them so."""
+    """Unknown fields that are ignored if they are null."""
 
     @model_validator(mode="before")
     @classmethod
@@ -136,9 +136,8 @@ NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "web_search_options": (),
     }
 )
-"""Fields of the OpenAI API that are not supported, with their values that ask for nothing: those, and null,
-are accepted, because some clients send every field they know."""
-
+"""Fields of the OpenAI API that are not supported, and their values that have no effect: these, and null, are
+accepted, because some clients send every field they know."""
 
 MESSAGE_NULLS = frozenset(
     (
@@ -152,7 +151,9 @@ MESSAGE_NULLS = frozenset(
         "tool_calls",
     )
 )
+"""Fields that some kind of message has: clients with one class for all of them send the others as null."""
 PART_NULLS = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
+"""The same for the parts of a message."""
 
 
 def _number(kind: type, bounds: Bounds) -> Any:
@@ -183,7 +184,7 @@ else:
 
 
 class Sampling(ChainSettings):
-    """Every sampler setting that JSON can say; None is the server's default."""
+    """Every sampler setting that can be written in JSON; None is the server's default."""
 
 
 def sampler_settings_script() -> str:
@@ -214,7 +215,7 @@ class StreamOptions(StrictModel):
 
 
 class BaseRequest(Sampling):
-    """What completions and chats have in common."""
+    """The fields that completions and chats have in common."""
 
     IGNORED_NULLS = frozenset(NO_OP_VALUES)
 
@@ -248,7 +249,7 @@ class BaseRequest(Sampling):
     @model_validator(mode="before")
     @classmethod
     def _drop_no_ops(cls, given: Any) -> Any:
-        """Drop unsupported fields whose values ask for nothing."""
+        """Drop unsupported fields whose values have no effect."""
         if not isinstance(given, dict):
             return given
         no_ops = {**NO_OP_VALUES, "best_of": (1, given.get("n"))}  # the best n of n are all of them
@@ -280,7 +281,7 @@ class TextFormat(StrictModel):
 
 
 class JsonObjectFormat(StrictModel):
-    """Some JSON object."""
+    """Any JSON object."""
 
     IGNORED_NULLS = frozenset(("json_schema",))
 
@@ -307,7 +308,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class TextPart(StrictModel):
-    """A piece of a message; the models served here read text only."""
+    """A part of a message; the models served here read text only."""
 
     IGNORED_NULLS = PART_NULLS
 
@@ -348,7 +349,7 @@ class SystemMessage(StrictModel):
 
 
 class UserMessage(StrictModel):
-    """What the user said."""
+    """A message of the user."""
 
     IGNORED_NULLS = MESSAGE_NULLS
 
@@ -358,7 +359,7 @@ class UserMessage(StrictModel):
 
 
 class AssistantMessage(StrictModel):
-    """What the model said; clients send whole replies back, with fields that are empty here.
+    """What the model answered; clients send complete replies back, with fields that are empty here.
 
     `parsed` is the official client's own copy of what is in `content` and in `arguments`;
     `provider_specific_fields` are LiteLLM's notes on the provider.
@@ -471,12 +472,14 @@ CompletionRequest.model_rebuild()
 T = TypeVar("T")
 Omittable = Annotated[T | None, Field(json_schema_extra={"default": None})]
 """A field of a stream's events that is left out where an event does not change it."""
-no_extra_fields = with_config(ConfigDict(extra="forbid"))
-"""Describes an object as having no further fields."""
 
 
-@no_extra_fields
-class ErrorDetail(TypedDict):
+@with_config(ConfigDict(extra="forbid"))
+class ResponseObject(TypedDict):
+    """An object in a response, which has no other fields than those it declares."""
+
+
+class ErrorDetail(ResponseObject):
     """What went wrong."""
 
     message: str
@@ -485,30 +488,26 @@ class ErrorDetail(TypedDict):
     code: str | None
 
 
-@no_extra_fields
-class ErrorReply(TypedDict):
+class ErrorReply(ResponseObject):
     """The body of every refused or failed request."""
 
     error: ErrorDetail
 
 
-@no_extra_fields
-class CachedTokens(TypedDict):
+class CachedTokens(ResponseObject):
     """How many tokens of the prompt the prefix cache had."""
 
     cached_tokens: int
 
 
-@no_extra_fields
-class CompletionDetails(TypedDict):
+class CompletionDetails(ResponseObject):
     """How many draft tokens of speculative decoding were accepted and rejected."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
-@no_extra_fields
-class Usage(TypedDict):
+class Usage(ResponseObject):
     """Token counts."""
 
     prompt_tokens: int
@@ -518,8 +517,7 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionDetails
 
 
-@no_extra_fields
-class Timings(TypedDict):
+class Timings(ResponseObject):
     """Seconds; of the slowest text where a request has several."""
 
     queue_seconds: float
@@ -528,8 +526,7 @@ class Timings(TypedDict):
     tokens_per_second: float
 
 
-@no_extra_fields
-class TopLogprob(TypedDict):
+class TopLogprob(ResponseObject):
     """One of the most likely tokens."""
 
     token: str
@@ -537,33 +534,26 @@ class TopLogprob(TypedDict):
     bytes: list[int] | None
 
 
-@no_extra_fields
-class TokenLogprob(TypedDict):
+class TokenLogprob(TopLogprob):
     """The sampled token, and the most likely ones."""
 
-    token: str
-    logprob: float
-    bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
 
-@no_extra_fields
-class ChatLogprobs(TypedDict):
+class ChatLogprobs(ResponseObject):
     """Log probabilities of every token of the answer."""
 
     content: list[TokenLogprob]
 
 
-@no_extra_fields
-class FunctionCall(TypedDict):
+class FunctionCall(ResponseObject):
     """A function and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-@no_extra_fields
-class ToolCallReply(TypedDict):
+class ToolCallReply(ResponseObject):
     """A tool call that the model makes."""
 
     id: str
@@ -571,8 +561,7 @@ class ToolCallReply(TypedDict):
     function: FunctionCall
 
 
-@no_extra_fields
-class ChatMessage(TypedDict):
+class ChatMessage(ResponseObject):
     """The model's message."""
 
     role: Literal["assistant"]
@@ -585,9 +574,8 @@ class ChatMessage(TypedDict):
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-@no_extra_fields
-class ChatChoice(TypedDict):
-    """One of `n` answers."""
+class ChatChoice(ResponseObject):
+    """One of the `n` answers."""
 
     index: int
     message: ChatMessage
@@ -595,9 +583,8 @@ class ChatChoice(TypedDict):
     finish_reason: FinishReason
 
 
-@no_extra_fields
-class ChatReply(TypedDict):
-    """`/v1/chat/completions`, whole."""
+class ChatReply(ResponseObject):
+    """The response of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"]
@@ -608,16 +595,14 @@ class ChatReply(TypedDict):
     timings: Timings
 
 
-@no_extra_fields
-class FunctionDelta(TypedDict):
+class FunctionDelta(ResponseObject):
     """More of a function call."""
 
     name: NotRequired[Omittable[str]]
     arguments: str
 
 
-@no_extra_fields
-class ToolCallDelta(TypedDict):
+class ToolCallDelta(ResponseObject):
     """More of a tool call."""
 
     index: int
@@ -626,8 +611,7 @@ class ToolCallDelta(TypedDict):
     function: FunctionDelta
 
 
-@no_extra_fields
-class ChatDelta(TypedDict):
+class ChatDelta(ResponseObject):
     """More of a message."""
 
     role: NotRequired[Omittable[Literal["assistant"]]]
@@ -636,8 +620,7 @@ class ChatDelta(TypedDict):
     tool_calls: NotRequired[Omittable[list[ToolCallDelta]]]
 
 
-@no_extra_fields
-class ChatChunkChoice(TypedDict):
+class ChatChunkChoice(ResponseObject):
     """More of one answer."""
 
     index: int
@@ -646,9 +629,8 @@ class ChatChunkChoice(TypedDict):
     finish_reason: FinishReason | None
 
 
-@no_extra_fields
-class ChatChunk(TypedDict):
-    """`/v1/chat/completions`, one event of a stream."""
+class ChatChunk(ResponseObject):
+    """An event of a stream of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -659,8 +641,7 @@ class ChatChunk(TypedDict):
     timings: NotRequired[Omittable[Timings]]
 
 
-@no_extra_fields
-class CompletionLogprobs(TypedDict):
+class CompletionLogprobs(ResponseObject):
     """Log probabilities of every token of the text, as parallel lists."""
 
     tokens: list[str]
@@ -669,8 +650,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-@no_extra_fields
-class CompletionChoice(TypedDict):
+class CompletionChoice(ResponseObject):
     """One continuation, or more of it."""
 
     index: int
@@ -679,9 +659,8 @@ class CompletionChoice(TypedDict):
     finish_reason: Literal["stop", "length"] | None
 
 
-@no_extra_fields
-class CompletionReply(TypedDict):
-    """`/v1/completions`, whole or one event of a stream."""
+class CompletionReply(ResponseObject):
+    """The response of `/v1/completions`, or an event of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -692,8 +671,7 @@ class CompletionReply(TypedDict):
     timings: NotRequired[Timings | None]
 
 
-@no_extra_fields
-class ModelCard(TypedDict):
+class ModelCard(ResponseObject):
     """A registered model."""
 
     id: str
@@ -705,40 +683,35 @@ class ModelCard(TypedDict):
     loras: list[str]
 
 
-@no_extra_fields
-class ModelList(TypedDict):
-    """`/v1/models`."""
+class ModelList(ResponseObject):
+    """The response of `/v1/models`."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-@no_extra_fields
-class TokenizeReply(TypedDict):
-    """`/tokenize`."""
+class TokenizeReply(ResponseObject):
+    """The response of `/tokenize`."""
 
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-@no_extra_fields
-class DetokenizeReply(TypedDict):
-    """`/detokenize`."""
+class DetokenizeReply(ResponseObject):
+    """The response of `/detokenize`."""
 
     text: str
 
 
-@no_extra_fields
-class HealthReply(TypedDict):
+class HealthReply(ResponseObject):
     """The process is alive, or the engine ready."""
 
     status: Literal["alive", "ready"]
 
 
-@no_extra_fields
-class StateReply(TypedDict):
-    """`/v1/internal/state`."""
+class StateReply(ResponseObject):
+    """The response of `/v1/internal/state`."""
 
     models: list[dict[str, Any]]
     requests: dict[str, int]
