@@ -114,7 +114,7 @@ def test_released_memory_can_be_acquired_again() -> None:
     memory.acquire(260)
     with pytest.raises(APIError) as found:
         memory.acquire(141)
-    assert (found.value.status, memory.held) == (429, 260)
+    assert (found.value.status, memory.reserved) == (429, 260)
     memory.release(260)
     memory.acquire(400)
 

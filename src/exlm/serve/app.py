@@ -1,4 +1,4 @@
-"""The application: `create_app` joins an engine, its limits and the routes. Nothing is global."""
+"""The ASGI application: `create_app` connects an engine, its limits and the routes. Nothing is global."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ STATIC_CONTENT_TYPES = {
     ".svg": "image/svg+xml",
     ".woff2": "font/woff2",
 }
-"""Fixed here because operating systems differ, and browsers refuse scripts of another type."""
+"""Not left to the operating system, which may know other types: browsers then refuse scripts."""
 STATIC_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -66,30 +66,30 @@ STATIC_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 SAMPLER_SETTINGS_SCRIPT = "sampler_settings.js"
-"""The one script without a file: it is generated from the table of the sampler's settings."""
+"""A script that is generated from the table of the sampler's settings instead of read from a file."""
 CLIENT_CLOSED_REQUEST = 499
-"""The status, in metrics, of a response whose client disconnected before it."""
+"""The status in metrics where the client disconnected before the response."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a server behaves, apart from its models."""
+    """The options of a server, apart from its models."""
 
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     limits: Limits = field(default_factory=Limits)
     ready_seconds: float = 5.0
-    """The server is ready if the engine makes a token within this time."""
+    """The server is ready if the engine generates a token within this time."""
     hosts: frozenset[str] | None = None
-    """The accepted names in `Host`; None accepts any. Prevents DNS rebinding: a web page elsewhere can reach
-    a local server only under a name of its own."""
+    """The accepted names in `Host`; None accepts any. Prevents DNS rebinding, where a page of another site
+    reaches a local server under a name of its own."""
     web: Path = WEB_FOLDER
     """A folder of static files, served at `/` if it has an index.html."""
 
 
 def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
-    """An application for an engine, which it starts and closes."""
+    """An application that starts the engine, serves it and closes it."""
     options = options or Options()
     metrics = Metrics(engine)
     large_bodies = LargeBodyThread()
@@ -151,7 +151,7 @@ class WebFiles(StaticFiles):
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Answer every exception with an error object."""
+    """Turn every exception into a response with an error object."""
 
     async def send_error(_: Request, error: Exception) -> Response:
         api_error = to_api_error(error)
@@ -201,7 +201,7 @@ def _add_generation_routes(app: FastAPI, handlers: RequestHandlers) -> None:
         openapi_extra=request_body_of(EmbeddingsRequest),
     )
     async def embed(request: Request) -> Response:
-        """Refused: the models served here generate text and have no embeddings to give."""
+        """Always refused: the models served here generate text."""
         await parse_body(request, EmbeddingsRequest)
         raise APIError(501, "Embeddings are not supported: the models served here generate text.")
 
@@ -253,7 +253,7 @@ def _add_model_routes(app: FastAPI, engine: Engine) -> None:
         "/v1/admin/models/unload", response_model=ModelCard, openapi_extra=request_body_of(ModelRequest)
     )
     async def unload(request: Request) -> Response:
-        """Unload a registered model, once the requests it has are answered or out of time; for admins."""
+        """Unload a registered model once its requests are answered, or out of time; for admins."""
         body = await parse_body(request, ModelRequest)
         _check_admin(request)
         await asyncio.shield(engine.unload(body.model))
@@ -268,21 +268,21 @@ def _add_health_routes(app: FastAPI, engine: Engine, metrics: Metrics, options: 
 
     @app.get("/health/ready", response_model=HealthReply)
     async def ready() -> Response:
-        """Whether the engine makes tokens: one has to come out of the scheduler in time."""
+        """Whether the engine generates tokens: the scheduler must give one in time."""
         if not await engine.find(None).is_ready(options.ready_seconds):
             raise APIError(503, f"No token came within {options.ready_seconds} s.", code="not_ready")
         return JsonResponse({"status": "ready"})
 
     @app.get("/metrics", response_class=Response)
     async def numbers() -> Response:
-        """Numbers for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(metrics.text(), media_type=metrics.content_type)
 
 
 def _add_state_route(app: FastAPI, engine: Engine, handlers: RequestHandlers, options: Options) -> None:
     @app.get("/v1/internal/state", response_model=StateReply)
     async def state(request: Request) -> Response:
-        """A live look at cache pages, queue and batch; where there are keys, for admins."""
+        """The current cache pages, queue and batch; if the server has keys, for admins."""
         if options.api_keys:
             _check_admin(request)
         return JsonResponse(engine_state(engine, handlers.limiter))
@@ -299,9 +299,11 @@ def _routing_error(request: Request) -> APIError:
     """404, or 405 with the methods that the path allows: the files mounted at `/` match every path."""
     path, routes = request.url.path, request.app.routes
     matching = [
-        one for one in routes if isinstance(one, Route) and one.matches(request.scope)[0] != Match.NONE
+        route
+        for route in routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE
     ]
-    methods = sorted({method for one in matching for method in one.methods or ()})
+    methods = sorted({method for route in matching for method in route.methods or ()})
     if not methods or request.method in methods:
         return APIError(404, f"There is no {path[:200]} here; /docs lists what there is.")
     allowed = ", ".join(methods)

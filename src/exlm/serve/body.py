@@ -1,7 +1,7 @@
 """Request bodies: received within limits, parsed once and validated once, off the event loop if large.
 
-A body of 4 MiB can say `[],` 1.4 million times. As Python objects that takes a hundred megabytes, and parsing
-it blocks every other thread for a quarter of a second, so `JsonLimits` first counts its structural
+A body of 4 MiB can contain `[],` 1.4 million times. As Python objects that takes a hundred megabytes, and
+parsing it blocks every other thread for a quarter of a second. So `JsonLimits` first counts the structural
 characters, which takes a tenth of that time. Small bodies are handled on the event loop. All large ones share
 one thread, so that other requests wait for at most one parser however many large bodies arrive together.
 """
@@ -24,14 +24,14 @@ from .limits import BodyMemoryLimiter, Limits
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
-Text: TypeAlias = bytes | bytearray
+RawJson: TypeAlias = bytes | bytearray
 
 LARGE_BODY_BYTES = 32 << 10
 """Bodies from this size on are parsed in the thread; smaller ones take at most a few milliseconds."""
 MIN_JSON_LIMIT = 1 << 16
-"""`JsonLimits` never go below this, however small bodies must be."""
+"""The least that `JsonLimits.for_body` allows, however small the largest body may be."""
 WINDOW_BYTES = 1 << 18
-"""Bytes scanned at a time: other threads cannot run meanwhile."""
+"""Bytes scanned at a time; no other thread can run meanwhile."""
 LONG_NUMBER = b"0" * 400
 """Numbers of this many digits are refused: the time to parse an integer grows with their square."""
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
@@ -49,14 +49,14 @@ class JsonLimits:
         """Limits for bodies of `size` bytes: a token id takes 7 or 8 of them, a message 50 or more."""
         return cls(max(size // 16, MIN_JSON_LIMIT), max(size // 64, MIN_JSON_LIMIT))
 
-    def check(self, *texts: Text, what: str = "The body") -> None:
+    def check(self, *texts: RawJson, what: str = "The body") -> None:
         """Raise 413 if the texts together exceed the limits; `what` names them in the message."""
         if (
             sum(text.count(b",") for text in texts) < self.values
             and sum(map(_count_nodes, texts)) <= self.nodes
             and not any(map(_has_long_number, texts))
         ):
-            return  # this count included the insides of strings, so there is no more outside of them
+            return  # these counts include what is inside strings, so they are upper bounds
         values, nodes = 1, 0
         for text in texts:
             for outside in _outside_strings(text):
@@ -89,13 +89,13 @@ class LargeBodyThread:
 
 
 class RequestBody:
-    """The body of one request: received within limits, then parsed once; owns its bytes until then."""
+    """The body of one request: received within limits, then parsed once, which frees its bytes."""
 
     def __init__(
         self, receive: Receive, memory: BodyMemoryLimiter, limits: Limits, thread: LargeBodyThread
     ) -> None:
         self.caller = ""
-        """Whose share of the memory for bodies this body takes."""
+        """The client whose share of the memory for bodies this body takes."""
         self.raw = bytearray()
         self._receive, self._memory, self._limits, self._thread = receive, memory, limits, thread
         self._size, self._more = 0, True
@@ -148,7 +148,7 @@ class RequestBody:
             self.release()
 
     async def inspect_json(self, function: Callable[[Any], T]) -> T:
-        """Parse without validation and return `function` of the value; keeps the bytes."""
+        """Parse without validating and return `function` of the value; keeps the bytes."""
         raw, limits = self.raw, JsonLimits.for_body(self._limits.body)
         return await self._run(lambda: function(_parse_json(raw, limits)))
 
@@ -161,7 +161,7 @@ class RequestBody:
         return await self._thread.run(work) if self.large else work()
 
 
-def _parse_json(raw: Text, limits: JsonLimits) -> Any:
+def _parse_json(raw: RawJson, limits: JsonLimits) -> Any:
     """Parse JSON; an empty body is None. pydantic_core bounds the nesting depth."""
     if not raw:
         return None
@@ -184,15 +184,15 @@ def _too_large(message: str) -> APIError:
     return APIError(413, message, code="body_too_large")
 
 
-def _count_nodes(text: Text) -> int:
+def _count_nodes(text: RawJson) -> int:
     return sum(map(text.count, (b"[", b"{", b":")))
 
 
-def _has_long_number(text: Text) -> bool:
+def _has_long_number(text: RawJson) -> bool:
     return LONG_NUMBER in text.translate(DIGITS)
 
 
-def _outside_strings(text: Text) -> Iterator[Text]:
+def _outside_strings(text: RawJson) -> Iterator[RawJson]:
     """The parts of a JSON text outside of its strings, window by window."""
     if b"\\" in text:  # without escapes, every remaining quote begins or ends a string
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")

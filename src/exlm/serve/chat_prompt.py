@@ -1,6 +1,6 @@
 """From a chat request's messages and tools to the prompt's text, and how to parse the answer.
 
-The model's own chat template renders the prompt. If it has no place for tools, they are described in the
+The model's own chat template renders the prompt. If the template ignores tools, they are described in the
 system message, in a form that most models understand. Nothing is tokenised here.
 """
 
@@ -31,10 +31,10 @@ RESERVED_VARIABLES = frozenset(
         "self",
     )
 )
-"""Variables that every template gets, and arguments of the rendering function itself."""
+"""Variables that every template is given, and parameters of the function that renders it."""
 
 ARGUMENTS_LIMITS = JsonLimits(MIN_JSON_LIMIT, MIN_JSON_LIMIT)
-"""Limits of the JSON in the arguments of all earlier calls, which templates get parsed."""
+"""Limits of the JSON in the arguments of all earlier calls, which is parsed for templates."""
 
 TOOL_INSTRUCTIONS = """You may call these functions, each described as JSON:
 {tools}
@@ -46,7 +46,7 @@ To call one, answer with nothing but this, filled in:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A prompt, and what its answer may contain."""
+    """The text of a prompt, and which tool calls the answer may contain."""
 
     text: str
     tool_format: ToolFormat | None = None
@@ -175,24 +175,24 @@ def _render_with_tool_instructions(
     tools: list[dict[str, Any]],
     variables: Mapping[str, Any],
 ) -> str:
-    """Render with a template that has no place for tools.
+    """Render with a template that ignores tools.
 
-    They are described in the system message, or in the user's first one if the template takes no system
-    message.
+    They are described in the system message, or in the user's first message if the template refuses system
+    messages.
     """
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     instructions = TOOL_INSTRUCTIONS.format(tools=functions)
     first, rest = messages[0], messages[1:]
-    whole = [{"role": "system", "content": instructions}, *messages]
+    instructed = [{"role": "system", "content": instructions}, *messages]
     if first["role"] == "system":
-        whole = [{**first, "content": f"{first['content']}\n\n{instructions}"}, *rest]
+        instructed = [{**first, "content": f"{first['content']}\n\n{instructions}"}, *rest]
     try:
-        return str(tokenizer.apply_chat_template(whole, **variables))
+        return str(tokenizer.apply_chat_template(instructed, **variables))
     except ChatTemplateError:
         if first["role"] != "user":
             raise
-        whole = [{**first, "content": f"{instructions}\n\n{first['content']}"}, *rest]
-        return str(tokenizer.apply_chat_template(whole, **variables))
+        instructed = [{**first, "content": f"{instructions}\n\n{first['content']}"}, *rest]
+        return str(tokenizer.apply_chat_template(instructed, **variables))
 
 
 def _content_text(content: Content | None) -> str:

@@ -19,12 +19,12 @@ from .schema import BaseRequest, ChatChunk, ChatReply, ChatRequest, CompletionRe
 
 
 class ResponseWriter(Protocol):
-    """The response to one request in a dialect's words, built delta by delta."""
+    """The response to one request in one dialect, built delta by delta."""
 
     MEDIA_TYPE: ClassVar[str]
     """The content type of streams."""
     STREAM_END: ClassVar[bytes]
-    """Ends a stream that is complete."""
+    """The bytes that end a complete stream."""
     KEEP_ALIVE: ClassVar[bytes]
     """Sent in a stream when there has been nothing to send for `KEEP_ALIVE_SECONDS`."""
 
@@ -38,19 +38,19 @@ class ResponseWriter(Protocol):
         """The events that begin a stream."""
 
     def push(self, index: int, delta: OutputDelta) -> list[Any]:
-        """Add to the text `index`; returns the events that say so."""
+        """Add to the text `index`; returns the events for it."""
 
     def final_events(self) -> list[Any]:
         """The events after all texts have finished."""
 
     def encode(self, event: Any) -> bytes:
-        """An event as it is sent."""
+        """The bytes of an event."""
 
     def error_event(self, error: Exception) -> Any:
         """The event that ends a stream which failed."""
 
     def body(self) -> Any:
-        """The whole response, as JSON data."""
+        """The complete response, as JSON data."""
 
     def timings(self) -> Mapping[str, Any]:
         """`queue_seconds`, `prompt_seconds` and `generation_seconds`, for metrics."""

@@ -30,7 +30,7 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class APIError(Exception):
-    """A request that is refused or cannot be finished, and how to say so."""
+    """A request that is refused or cannot be finished, with its HTTP status and error object."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class APIError(Exception):
 
 
 def too_many_requests(message: str, code: str = "queue_full") -> APIError:
-    """429: the client should retry in a moment."""
+    """A 429 that asks the client to retry in a moment."""
     return APIError(429, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
 
 
 def to_api_error(error: Exception) -> APIError:
-    """An exception as the error a client is told; of unexpected exceptions only their type is shown."""
+    """The error that a client gets for an exception; of unexpected exceptions it shows only the type."""
     match error:
         case APIError():
             return error

@@ -1,6 +1,6 @@
-"""What the operator allows: limits of one request, of concurrent requests, and of memory for their bodies.
+"""The operator's limits: of one request, of concurrent requests, and of the memory for their bodies.
 
-Numbers and counters only. What exceeds them is refused with an `APIError`; nothing here knows HTTP.
+A request that exceeds one is refused with an `APIError`; nothing here knows HTTP.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Limits:
     body_seconds: float = 30.0
     """Time a client has to send its body."""
     read_seconds: float = 60.0
-    """Time a client may read nothing while a response is waiting for it."""
+    """Time for which a client may read nothing while a response is waiting for it."""
     choices: int = 16
-    """Texts generated for one request: prompts times `n`."""
+    """Texts generated for one request: the number of prompts times `n`."""
     tokens: int | None = None
     """Largest `max_tokens`; None allows what the model's context has."""
     answer: int = 2048
@@ -86,27 +86,27 @@ class ConcurrencyLimiter:
 class BodyMemoryLimiter:
     """Bounds the bytes of all request bodies that are being received or parsed.
 
-    If it is shared by several callers, one caller may hold at most as much as is free, so that a caller who
-    holds nothing always finds room.
+    If it is shared by several callers, one caller may hold at most as much as is free, so that a caller that
+    holds nothing can always acquire some.
     """
 
     def __init__(self, limits: Limits, shared: bool = False) -> None:
         self.max_bytes, self.shared = max(limits.bodies, 4 * limits.body), shared
-        self.held = 0
+        self.reserved = 0
         self._by_caller: Counter[str] = Counter()
 
     def acquire(self, count: int, caller: str = "") -> None:
         """Reserve bytes for a caller, or raise 429."""
-        free = self.max_bytes - self.held
+        free = self.max_bytes - self.reserved
         if count > free or (self.shared and self._by_caller[caller] + count > free):
             raise too_many_requests(
-                f"Bodies of {self.held} bytes are being read, and no more may be now: try again."
+                f"Bodies of {self.reserved} bytes are being read, and no more may be now: try again."
             )
-        self.held += count
+        self.reserved += count
         self._by_caller[caller] += count
 
     def release(self, count: int, caller: str = "") -> None:
         """Free bytes that `acquire` reserved."""
-        self.held -= count
+        self.reserved -= count
         self._by_caller[caller] -= count
         self._by_caller += Counter()  # drops callers whose count is zero

@@ -1,7 +1,7 @@
 """ASGI middleware: API keys, header checks and limits, and the receiving of bodies.
 
-It looks at headers only. A body is received within its limits and put, unparsed, where routes find it
-(`scope["state"]["body"]`): each route parses and validates it once, as the request it takes.
+It looks at headers only. A body is received within its limits and passed on unparsed as
+`scope["state"]["body"]`: each route parses and validates it once, as the kind of request that it takes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ApiKeys:
         """Each key's cache salt is a keyed hash, with a secret that is new in every process."""
         secret = secrets.token_bytes(32)
         self._callers: list[tuple[bytes, Caller]] = []
-        for listed, admin in ((keys, False), (admin_keys, True)):
-            for key in listed:
+        for group, admin in ((keys, False), (admin_keys, True)):
+            for key in group:
                 salt = hashlib.blake2b(key.encode(), key=secret, digest_size=16).hexdigest()
                 self._callers.append((key.encode(), Caller(admin, salt)))
 
@@ -55,11 +55,11 @@ class ApiKeys:
         if not self._callers:
             return Caller()
         presented = _presented_key(headers)
-        found = None
+        match = None
         for key, caller in self._callers:  # compares with every key, so that timing reveals nothing
             if hmac.compare_digest(key, presented):
-                found = caller
-        return found
+                match = caller
+        return match
 
 
 class RequestMiddleware:
@@ -114,7 +114,7 @@ class RequestMiddleware:
                     scope, receive, counted_send
                 )
                 return
-            await self.app(scope, receive, counted_send)  # further messages can only be a disconnect
+            await self.app(scope, receive, counted_send)  # all that `receive` can still give is a disconnect
         finally:
             body.release()
 
@@ -143,7 +143,7 @@ class RequestMiddleware:
             )
 
     def _authenticate(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
-        """Put the caller into the request's state; returns its salt, which tells callers apart."""
+        """Put the caller into the request's state; returns its salt, which identifies it."""
         if scope["path"] in PUBLIC_PATHS:
             return ""
         caller = self.api_keys.authenticate(headers)

@@ -1,4 +1,4 @@
-"""The models a server knows: a name that requests use, and how to load it into the parts of a generator."""
+"""The models that a server can load: `ModelSpec` describes one, `load` makes the parts of its generator."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from exlm import (
 
 DEFAULT_MAX_SEQ_LEN = 8192
 ALL_MEMORY_GB = 1 << 19
-"""What a tensor-parallel rank may use of its device: no limit."""
+"""More than any device has: a tensor-parallel rank may use all of its device."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model under the name that requests use; its path is known only here.
+    """A model and the name that requests use for it; clients never see its path.
 
     `path` is what `find_model` takes. `cache_tokens` is the size of the cache that all requests share; None
     is four sequences of full length. The other fields are as in `LLM`.
@@ -45,7 +45,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class GeneratorParts:
-    """What a generator is made of, and the adapters by name."""
+    """The model, cache and tokenizer that a generator needs, and the adapters by name."""
 
     model: Any
     cache: Any

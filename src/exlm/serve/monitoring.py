@@ -49,7 +49,7 @@ class Metrics:
             ["model", "kind"],
             registry=self.registry,
         )
-        self.cut = Counter(
+        self.unfinished = Counter(
             "exlm_cut_answers",
             "Answers without an end: the client left, or the job failed",
             registry=self.registry,
@@ -73,7 +73,7 @@ class Metrics:
         for kind, count in zip(("prompt", "cached", "generated"), token_counts, strict=True):
             self.tokens.labels(model, kind).inc(count)
         if not writer.done:
-            self.cut.inc()
+            self.unfinished.inc()
             return
         timings = writer.timings()
         for phase in ("queue", "prompt", "generation"):
@@ -85,7 +85,7 @@ class Metrics:
 
 
 class _EngineGauges(Collector):
-    """What the engine holds at the moment of asking."""
+    """Jobs and cache pages at the moment at which the metrics are read."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -155,7 +155,7 @@ class Watchdog:
     """Checks an engine periodically until stopped; `on_stall` is called once, with a report."""
 
     def __init__(self, engine: Engine, seconds: float, on_stall: Callable[[str], None]) -> None:
-        """An engine that has jobs and does nothing for `seconds` is stuck."""
+        """An engine that has jobs and gives no result for `seconds` is stuck."""
         self.engine, self.seconds, self.on_stall = engine, seconds, on_stall
         self._running_since = -math.inf
         """When the process was last resumed after having been stopped."""
@@ -172,7 +172,7 @@ class Watchdog:
         self._thread.join(timeout=5)
 
     def stall_reason(self) -> str | None:
-        """What is stuck; None if nothing is."""
+        """The reason to consider the engine stuck; None if it is not."""
         now = self.engine.clock()
         running = now - self._running_since
         if (stalled := min(now - self.engine.last_heartbeat, running)) > self.seconds + 2 * HEARTBEAT_SECONDS:

@@ -1,9 +1,8 @@
 """The OpenAI dialect: `/v1/chat/completions` and `/v1/completions`.
 
-`dialects` collects the `ENDPOINTS` of all dialects. Another dialect is another module of this kind: functions
-from its request schemas to a `GenerationRequest`, and writers from `OutputDelta`s to its responses. Whole
-responses and streams come from the same writer, so the events of a stream add up to exactly the whole
-response.
+Functions turn its requests into a `GenerationRequest`, and writers turn `OutputDelta`s into its responses.
+Complete responses and streams come from the same writer, so the events of a stream add up to exactly the
+complete response. The routes are in `dialects`.
 """
 
 from __future__ import annotations
@@ -59,8 +58,10 @@ from .schema import (
     CompletionRequest,
     ErrorReply,
     FinishReason,
+    FunctionDelta,
     Timings,
     TokenLogprob,
+    ToolCallDelta,
     ToolCallReply,
     TopLogprob,
     Usage,
@@ -71,7 +72,7 @@ from .tool_formats import MISTRAL
 def chat_generation_request(
     request: ChatRequest, model: ModelInfo, limits: Limits, salt: str = ""
 ) -> GenerationRequest:
-    """`n` answers to one conversation."""
+    """The request for `n` answers to one conversation."""
     if request.top_logprobs is not None and not request.logprobs:
         raise APIError(422, "top_logprobs needs logprobs: true.", param="top_logprobs")
     check_choice_count(request, request.n, limits)
@@ -112,7 +113,7 @@ def chat_generation_request(
 def completion_generation_request(
     request: CompletionRequest, model: ModelInfo, limits: Limits, salt: str = ""
 ) -> GenerationRequest:
-    """`n` continuations of each prompt."""
+    """The request for `n` continuations of each prompt."""
     if request.echo and request.logprobs is not None:
         raise APIError(400, "echo with logprobs is not supported: leave one of them out.", param="echo")
     check_choice_count(request, len(prompt_list(request)) * request.n, limits)
@@ -156,8 +157,8 @@ def response_writer(
     return writer(request, unique_id, created)
 
 
-class _Choice(Protocol):
-    """One text of a response."""
+class _ChoiceState(Protocol):
+    """One text of a response while it is generated."""
 
     finish: FinishInfo | None
 
@@ -165,14 +166,14 @@ class _Choice(Protocol):
         """The choice of the event that begins this text in a stream; None if there is no such event."""
 
     def push(self, delta: OutputDelta) -> list[Any]:
-        """Add to the text; returns the choices of the events that say so."""
+        """Add to the text; returns the choices of the events for it."""
 
     def body(self) -> Any:
-        """The whole choice."""
+        """The complete choice."""
 
 
 class _Writer:
-    """What the writers of chats and of completions have in common."""
+    """The parts that the writers of chats and of completions share."""
 
     MEDIA_TYPE: ClassVar[str] = EVENT_STREAM
     STREAM_END: ClassVar[bytes] = DONE
@@ -186,7 +187,7 @@ class _Writer:
         self.request = request
         self.id = self.ID_PREFIX + (unique_id or uuid.uuid4().hex)
         self.created = int(time.time()) if created is None else created
-        self._choices = [self._choice(index) for index in range(len(request.job_arguments))]
+        self._choices = [self._new_choice(index) for index in range(len(request.job_arguments))]
 
     @property
     def done(self) -> bool:
@@ -198,7 +199,7 @@ class _Writer:
         return [self._event([start]) for choice in self._choices if (start := choice.start())]
 
     def push(self, index: int, delta: OutputDelta) -> list[Any]:
-        """Add to the text `index`; returns the events that say so."""
+        """Add to the text `index`; returns the events for it."""
         return [self._event([choice]) for choice in self._choices[index].push(delta)]
 
     def final_events(self) -> list[Any]:
@@ -243,7 +244,7 @@ class _Writer:
             "tokens_per_second": round(speed, 3),
         }
 
-    def _choice(self, index: int) -> _Choice:
+    def _new_choice(self, index: int) -> _ChoiceState:
         raise NotImplementedError
 
     def _event(self, choices: list[Any]) -> Any:
@@ -256,7 +257,7 @@ class ChatWriter(_Writer):
     ID_PREFIX = "chatcmpl-"
 
     def body(self) -> ChatReply:
-        """The whole response."""
+        """The complete response."""
         return {
             "id": self.id,
             "object": "chat.completion",
@@ -267,8 +268,8 @@ class ChatWriter(_Writer):
             "timings": self.timings(),
         }
 
-    def _choice(self, index: int) -> _Choice:
-        return _ChatChoice(index, self.request)
+    def _new_choice(self, index: int) -> _ChoiceState:
+        return _ChatChoiceState(index, self.request)
 
     def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         return {
@@ -286,15 +287,15 @@ class CompletionWriter(_Writer):
     ID_PREFIX = "cmpl-"
 
     def body(self) -> CompletionReply:
-        """The whole response."""
+        """The complete response."""
         return {
             **self._event([choice.body() for choice in self._choices]),
             "usage": self.usage(),
             "timings": self.timings(),
         }
 
-    def _choice(self, index: int) -> _Choice:
-        return _CompletionChoice(index, self.request)
+    def _new_choice(self, index: int) -> _ChoiceState:
+        return _CompletionChoiceState(index, self.request)
 
     def _event(self, choices: list[CompletionChoice]) -> CompletionReply:
         return {
@@ -306,8 +307,8 @@ class CompletionWriter(_Writer):
         }
 
 
-class _CompletionChoice:
-    """One continuation."""
+class _CompletionChoiceState:
+    """One continuation while it is generated."""
 
     def __init__(self, index: int, request: GenerationRequest) -> None:
         self.index, self.request = index, request
@@ -317,7 +318,7 @@ class _CompletionChoice:
         self._length = len(self._texts[0])
 
     def start(self) -> CompletionChoice | None:
-        return self._choice(self._texts[0], [], None) if self._texts[0] else None
+        return self._to_choice(self._texts[0], [], None) if self._texts[0] else None
 
     def push(self, delta: OutputDelta) -> list[CompletionChoice]:
         tokens = self._with_offsets(delta)
@@ -325,10 +326,10 @@ class _CompletionChoice:
         self._tokens += tokens
         self._length += len(delta.text)
         self.finish = delta.finish
-        return [self._choice(delta.text, tokens, delta.finish)]
+        return [self._to_choice(delta.text, tokens, delta.finish)]
 
     def body(self) -> CompletionChoice:
-        return self._choice("".join(self._texts), self._tokens, self.finish)
+        return self._to_choice("".join(self._texts), self._tokens, self.finish)
 
     def _with_offsets(self, delta: OutputDelta) -> list[tuple[SampledToken, int]]:
         """Tokens with their offsets, which stay within the delta's text.
@@ -342,7 +343,7 @@ class _CompletionChoice:
             offset += len(token.text)
         return out
 
-    def _choice(
+    def _to_choice(
         self, text: str, tokens: list[tuple[SampledToken, int]], finish: FinishInfo | None
     ) -> CompletionChoice:
         logprobs: CompletionLogprobs | None = None
@@ -357,8 +358,8 @@ class _CompletionChoice:
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-class _ChatChoice:
-    """One answer of a chat."""
+class _ChatChoiceState:
+    """One answer of a chat while it is generated."""
 
     def __init__(self, index: int, request: GenerationRequest) -> None:
         self.index, self.request = index, request
@@ -407,7 +408,7 @@ class _ChatChoice:
         return "tool_calls" if self._tool_calls and self.finish.reason == "stop" else self.finish.reason
 
     def _apply(self, event: ResponseEvent) -> ChatDelta:
-        """Add an event to the message; returns what a stream says of it."""
+        """Add an event to the message; returns its delta in a stream."""
         match event:
             case ContentDelta(text):
                 self._content.append(text)
@@ -420,16 +421,14 @@ class _ChatChoice:
                 self._tool_calls.append(
                     {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
                 )
-                return {
-                    "tool_calls": [
-                        {
-                            "index": index,
-                            "id": call_id,
-                            "type": "function",
-                            "function": {"name": name, "arguments": ""},
-                        }
-                    ]
+                function: FunctionDelta = {"name": name, "arguments": ""}
+                call: ToolCallDelta = {
+                    "index": index,
+                    "id": call_id,
+                    "type": "function",
+                    "function": function,
                 }
+                return {"tool_calls": [call]}
             case ToolCallArgsDelta(index, text):
                 self._tool_calls[index]["function"]["arguments"] += text
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
@@ -480,5 +479,5 @@ def _chat_logprobs(tokens: list[SampledToken]) -> ChatLogprobs:
 
 
 def _logprob_entry(text: str, logprob: float) -> TopLogprob:
-    is_whole = "\ufffd" not in text  # the bytes of a part of a character are not known here
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+    is_complete = "\ufffd" not in text  # the bytes of a part of a character are not known here
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_complete else None}

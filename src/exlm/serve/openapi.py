@@ -23,7 +23,7 @@ VALIDATION: Mode = "validation"
 SERIALIZATION: Mode = "serialization"
 SCHEMA_REF = "#/components/schemas/{model}"
 MAX_SHOWN_BOUND = 2**31 - 1
-"""Bounds beyond this are not worth showing."""
+"""Larger bounds are not shown."""
 BOUNDS = {
     "minimum": "from {}",
     "exclusiveMinimum": "above {}",
@@ -41,12 +41,12 @@ PAGE_HEAD = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark">
-<title>{title}: what it answers</title>
+<title>{title}: API</title>
 <link rel="icon" href="icon.svg">
 </head>
 <body>
 <h1>{title} {version}</h1>
-<p>The same for programs: <a href="openapi.json">openapi.json</a>. What is not marked may be left out.</p>
+<p>The same for programs: <a href="openapi.json">openapi.json</a>. Fields without a mark may be left out.</p>
 """
 
 

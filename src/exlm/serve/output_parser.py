@@ -23,7 +23,7 @@ from .tool_formats import ToolFormat
 
 T = TypeVar("T")
 CharCoroutine: TypeAlias = Generator[None, str, T]
-"""A coroutine that is sent characters, and "" at the end of the text, until it returns a T."""
+"""A coroutine that is sent one character at a time, and "" at the end of the text, until it returns a T."""
 
 END_OF_TEXT = ""
 NAME_CHARS = frozenset(string.ascii_letters + string.digits + "_.-")
@@ -93,7 +93,11 @@ class CharSource:
 
 
 class ToolCallParser:
-    """Parses calls and emits their events. Where no marker announces a call, its name must be in `names`."""
+    """Parses calls and emits their events.
+
+    `marked`: a marker precedes the call, or the prompt forces one. Otherwise the text only is a call if its
+    name is in `names`.
+    """
 
     def __init__(
         self,
@@ -108,7 +112,7 @@ class ToolCallParser:
         self.max_calls, self.emit = max_calls, emit
         self.count = 0
         self.committed = False
-        """Whether the start of the current call was emitted: it can no longer become text."""
+        """Whether the start of the current call was emitted, so that it cannot become text any more."""
 
     def calls(self, marked: bool) -> CharCoroutine[None]:
         """Parse one call, or a list of calls."""
@@ -149,7 +153,7 @@ class ToolCallParser:
     def call_object(self, marked: bool) -> CharCoroutine[None]:
         """Parse `{"name": …, "arguments": …}`, in either order; other fields are skipped."""
         name: str | None = None
-        early: list[str] = []  # arguments before the name
+        early: list[str] = []  # arguments that come before the name
         index = -1
         yield from self.source.skip_whitespace()
         yield from self.source.expect("{")
@@ -298,13 +302,13 @@ class OutputParser:
         self.tool_format = tool_format
         self._events: list[ResponseEvent] = []
         self._source = CharSource()
-        self._pending_whitespace = ""  # held until it is known whether anything follows
-        self._skip_whitespace = False  # whether whitespace is dropped until other text comes
+        self._pending_whitespace = ""  # emitted only if other text follows
+        self._skip_whitespace = False  # whitespace is dropped until other text comes
         self._calls = ToolCallParser(
             self._source, tool_format or ToolFormat("generic"), tool_names, max_calls, self._emit
         )
-        self._machine = self._run(in_reasoning, forced_call)
-        next(self._machine)
+        self._coroutine = self._run(in_reasoning, forced_call)
+        next(self._coroutine)
 
     @property
     def calls(self) -> int:
@@ -314,14 +318,14 @@ class OutputParser:
     def feed(self, text: str) -> list[ResponseEvent]:
         """The events of more text."""
         for char in text:
-            self._machine.send(char)
+            self._coroutine.send(char)
         return self._take_events()
 
     def end(self) -> list[ResponseEvent]:
         """The remaining events, when no more text comes."""
         try:
             while True:
-                self._machine.send(END_OF_TEXT)
+                self._coroutine.send(END_OF_TEXT)
         except StopIteration:
             return self._take_events()
 
@@ -415,16 +419,16 @@ class OutputParser:
 
     def _until(self, marker: str, emit: Callable[[str], None]) -> CharCoroutine[bool]:
         """Emit characters up to a marker and read that; returns whether it came before the text ended."""
-        held = ""
+        matched = ""  # a prefix of the marker
         while (char := (yield from self._source.read())) != END_OF_TEXT:
             self._source.record.clear()
-            held += char
-            while held and not marker.startswith(held):
-                emit(held[0])
-                held = held[1:]
-            if held and held == marker:
+            matched += char
+            while matched and not marker.startswith(matched):
+                emit(matched[0])
+                matched = matched[1:]
+            if matched and matched == marker:
                 return True
-        for rest in held:
+        for rest in matched:
             emit(rest)
         self._source.put_back(END_OF_TEXT)
         return False

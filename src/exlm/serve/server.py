@@ -37,16 +37,17 @@ from .monitoring import Watchdog, exit_on_stall
 Event: TypeAlias = h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]
 
 MAX_SMALL_CHUNKS = 1024
-"""Chunks of a body before `MIN_MEAN_CHUNK_BYTES` applies."""
+"""Chunks of a body that may be of any size."""
 MIN_MEAN_CHUNK_BYTES = 256
-"""Bytes that further chunks must have on average: parsing a chunk of one byte takes as long as thousands."""
+"""Bytes that further chunks must have on average: a chunk of one byte takes as long to parse as one of
+thousands."""
 
 
 class _ChunkLimitedParser(h11.Connection):
     """h11's parser, which also refuses bodies of very many very small chunks."""
 
-    def __init__(self, longest: int) -> None:
-        super().__init__(h11.SERVER, longest)
+    def __init__(self, max_event_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_event_bytes)
         self._chunks = self._bytes = 0
 
     def next_event(self) -> Event:
@@ -62,7 +63,7 @@ class _ChunkLimitedParser(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """Closes when the client is too slow or does not send HTTP."""
+    """An HTTP/1.1 connection that is closed when the client is too slow or does not send HTTP."""
 
     def __init__(self, *arguments: Any, limits: Limits, **options: Any) -> None:
         """The other arguments are those of uvicorn."""
@@ -104,10 +105,10 @@ class Connection(H11Protocol):
         self._write_timer.stop()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP, unless a response has begun, and close: the framing is lost."""
+        """Refuse what is not HTTP, unless a response has begun, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            problem = APIError(400, "This is no valid HTTP/1.1 request, or it has too many small chunks.")
-            self._write_error("400 Bad Request", problem)
+            error = APIError(400, "This is no valid HTTP/1.1 request, or it has too many small chunks.")
+            self._write_error("400 Bad Request", error)
         self.transport.close()
 
     def _update_header_timer(self) -> None:
@@ -125,9 +126,9 @@ class Connection(H11Protocol):
             )
         self.transport.close()
 
-    def _write_error(self, status: str, problem: APIError) -> None:
+    def _write_error(self, status: str, error: APIError) -> None:
         """Write an error response without an application."""
-        body = json.dumps(problem.body)
+        body = json.dumps(error.body)
         self.transport.write(
             f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode("ascii")
@@ -154,13 +155,14 @@ class _Timer:
 
 
 FINAL_EVENTS_SECONDS = 5.0
+"""Time for sending the errors of requests that are not finished when draining ends."""
 
 
 class _Server(uvicorn.Server):
     """Drains after SIGTERM or SIGINT, and then returns.
 
-    uvicorn instead raises the same signal again, which looks like a failure to its sender, and cuts off the
-    requests that are not finished in time without a word.
+    uvicorn instead raises the same signal again, which looks like a failure to its sender, and closes the
+    connections of requests that are not finished in time without an error.
     """
 
     def __init__(self, engine: Engine, options: Options, drain_seconds: float) -> None:

@@ -29,7 +29,7 @@ class ToolFormat:
 
 
 CALL_WHITESPACE = r"[\x20\x0A]"
-"""Whitespace in a forced call: what models are used to, but not endless."""
+"""Whitespace in a forced call: a single character, as models write it."""
 
 OPEN_SCHEMA_KEYWORDS = frozenset(
     ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
@@ -37,7 +37,7 @@ OPEN_SCHEMA_KEYWORDS = frozenset(
 """Keywords at the top of a tool's schema that allow arguments besides its `properties`."""
 
 JSON_WHITESPACE = r"[\x20\x0A]{1,100}"
-"""Whitespace in JSON that may be indented, but not endless."""
+"""Whitespace in JSON that may be indented; bounded, because some models never stop writing it."""
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", forced_prefix="<tool_call>\n")
 LLAMA3 = ToolFormat("llama3", "<|python_tag|>", bare_json=True, arguments_key="parameters")
@@ -83,9 +83,10 @@ def call_schema(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> 
                 "additionalProperties": False,
             }
         )
-    one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    whole = {"type": "array", "items": one, "minItems": 1, "maxItems": 1} if tool_format.is_list else one
-    return {**whole, "x-guidance": {"whitespace_pattern": CALL_WHITESPACE}}
+    call: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if tool_format.is_list:
+        call = {"type": "array", "items": call, "minItems": 1, "maxItems": 1}
+    return {**call, "x-guidance": {"whitespace_pattern": CALL_WHITESPACE}}
 
 
 def answer_or_call_grammar(
@@ -104,10 +105,13 @@ def answer_or_call_grammar(
     def marker(text: str) -> str:
         return f"<[{special[text]}]>" if text in special else json.dumps(text)
 
-    if tool_format.bare_json:  # both begin alike, and a grammar can have only one JSON schema at a position
-        kinds = [{"$id": "exlm:/answer", **answer}, call]
-        plain = [{name: value for name, value in kind.items() if name != "x-guidance"} for kind in kinds]
-        return f"start: %json {json.dumps({'anyOf': plain, **spacing})}\n"
+    if (
+        tool_format.bare_json
+    ):  # both begin with `{`, and a grammar can have only one JSON schema at a position
+        schemas = [{"$id": "exlm:/answer", **answer}, {**call}]
+        for schema in schemas:
+            schema.pop("x-guidance", None)
+        return f"start: %json {json.dumps({'anyOf': schemas, **spacing})}\n"
     closes = f" blank? {marker(tool_format.end_marker)}" if tool_format.end_marker else ""
     more = " (blank? call)*" if several and tool_format.end_marker else ""
     return (
@@ -122,7 +126,7 @@ def answer_or_call_grammar(
 def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The schema of a function's arguments: only those it names, unless it says that there may be others.
 
-    JSON Schema would allow any others, and a model that is forced to write a call would make some up.
+    JSON Schema would allow any others, and a model that is forced to write a call would invent some.
     """
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
