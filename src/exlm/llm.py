@@ -29,7 +29,7 @@ from .kvcache import CACHES, PAGE_SIZE, CacheBase
 from .model import Model
 from .sampling import Settings
 from .tokenizer import Tokenizer
-from .tokenizer.prompt_formats import PromptFormat
+from .tokenizer.chat_template import PromptFormat
 
 DEFAULT_MAX_SEQ_LEN = 8192
 """The longest sequence, prompt and answer together, unless the user says otherwise or the model has less."""

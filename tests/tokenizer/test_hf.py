@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers
 
 from exlm.errors import BadText, TokenizerError
 from exlm.tokenizer.codec import Codec
-from exlm.tokenizer.hf import LONG_TEXT, HFBackend
+from exlm.tokenizer.hf import LONG_TEXT_CHARS, HFBackend
 from exlm.tokenizer.tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files
 from tests.tokenizer.sample_vocabularies import byte_level_json, metaspace_json, random_texts, write_folder
 
@@ -289,7 +289,7 @@ def test_long_texts_are_encoded_as_short_ones_are(fixtures_dir: Path) -> None:
     library = tokenizers.Tokenizer.from_file(str(file))
     made = HFBackend.from_file(file, read_tokenizer_files(file.parent))
     text = "The café, <|im_end|> 1234 and 語\n\t  more. " * 400
-    assert len(text) > LONG_TEXT
+    assert len(text) > LONG_TEXT_CHARS
     library.encode_special_tokens = False
     assert made.tokenize(text, parse_special=True) == library.encode(text, add_special_tokens=False).ids
     library.encode_special_tokens = True

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from exlm import Config, ExlmError, Tokenizer, TokenizerError
-from exlm.tokenizer.backend import require_space_to_read
 from exlm.tokenizer.gguf import GgufVocabulary, tokenizer_model
-from exlm.tokenizer.tokenizer_files import MAX_FILE_BYTES, MAX_ID, MAX_ID_GAP
+from exlm.tokenizer.tokenizer_files import MAX_FILE_BYTES, MAX_ID, MAX_ID_GAP, require_memory_to_read
 from tests import tiny
 
 HALF = "\ud800"
@@ -201,11 +200,11 @@ def test_a_panic_of_the_library_is_a_typed_error(folder: Path, part: str, value:
 
 
 def test_space_for_a_vocabulary_is_asked_for_in_its_name() -> None:
-    require_space_to_read(10**6, "x/tokenizer.json")
+    require_memory_to_read(10**6, "x/tokenizer.json")
     with pytest.raises(
         ExlmError, match=r"x/tokenizer\.json: the tokenizer could not be read \(1,000,000,000,000,000 bytes\)"
     ):
-        require_space_to_read(10**15, "x/tokenizer.json")
+        require_memory_to_read(10**15, "x/tokenizer.json")
 
 
 HOSTILE: list[Any] = [-1, 0, 10**9, 2**31, 2**63, 1e308, float("nan"), True, "3", "", HALF, [], [10**9], {}]

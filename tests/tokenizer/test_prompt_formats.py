@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from exlm.errors import ChatTemplateError
-from exlm.tokenizer.chat_template import ChatTemplate, ChatTemplates, render_chat
-from exlm.tokenizer.prompt_formats import PROMPT_FORMATS
+from exlm.tokenizer.chat_template import PROMPT_FORMATS, ChatTemplate, ChatTemplates, render_chat
 from exlm.tokenizer.template_sandbox import TemplateSandbox
 
 I3 = ("<|im_start|>user\n{U}<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n")

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..errors import InputError, MissingExtra
 from ..tokenizer import Codec
-from ..tokenizer.backend import TokenizerBackend
+from ..tokenizer.vocab import TokenizerBackend
 from .filter import FilterMask, HealingPrefix, MaskFilter, prefix_text
 from .token_sets import TokenTrie, bitmask_contains, cached_per_codec, num_bitmask_words, token_trie_of
 

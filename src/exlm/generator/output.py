@@ -15,8 +15,7 @@ from typing import Literal
 
 from ..errors import InputError
 from ..tokenizer.detokenizer import Detokenizer
-from ..tokenizer.string_matcher import Match, StringMatcher
-from .stop_strings import StopStringBuffer, StringMatches
+from .stop_strings import Match, StopStringBuffer, StringMatcher, StringMatches
 
 MAX_BANNED_RETRIES = 8
 """How often a token may be rejected at one position; it comes again only if all others are excluded."""

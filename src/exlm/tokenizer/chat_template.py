@@ -1,21 +1,25 @@
-"""Chat templates: reads those of a model, chooses one, and renders messages with it.
+"""Chat templates and prompt formats: reads a model's templates, chooses one, renders messages with it.
 
 A chat template is a Jinja program that turns messages into the prompt its model was trained on. It comes from
 the model folder and is not trusted: `TemplateSandbox` renders it in a process of its own, with limits. Most
 templates read a message's content as a string, those of some multimodal models as a list of content parts,
 others both ways. With the wrong one, many render Python's lists into the prompt or leave the message out
 without an error, so `adapt_content_format` first renders a probe and converts the messages where that fails.
+
+A prompt format is exlm's own template for a model without one: plain data that becomes a Jinja template.
+Users know prompt formats as chat formats.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import ChatTemplateError, TokenizerError
-from .prompt_formats import PROMPT_FORMATS, PromptFormat
 from .template_sandbox import TemplateSandbox
 from .tokenizer_files import TokenizerFiles, read_json_object, read_text
 
@@ -29,6 +33,64 @@ GGUF_TEMPLATE_KEY = "tokenizer.chat_template"
 PROBE_TEXT = "What is this?"
 PROBE_PARTS = ({"type": "text", "text": PROBE_TEXT},)
 _MENTIONS_TEXT_KEY = re.compile(r"""['"]text['"]""")  # templates that read content parts do; few others do
+
+
+Affixes = tuple[str, str]
+"""The strings before and after a message."""
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How one kind of model writes a conversation, for models without a chat template.
+
+    A prompt consists of `prefix`, the system message within `system`, and each of the user's messages within
+    `user`, with `turn_separator` before all but the first; the assistant's messages stand between them
+    unchanged. The other fields have what a Jinja template cannot express: how the prompt is encoded, and what
+    stops generation besides EOS.
+    """
+
+    user: Affixes
+    system: Affixes | None = ("", "\n")
+    prefix: str = ""
+    turn_separator: str = ""
+    add_bos: bool = False
+    """Whether the prompt starts with BOS."""
+    encode_special_tokens: bool = True
+    """Whether special tokens written in the prompt are encoded as such, not as plain text."""
+    stop_tokens: tuple[str, ...] = ()
+    """Special tokens that end the assistant's message."""
+    stop_strings: tuple[str, ...] = ()
+    default_system: str | None = None
+    """The system message of a conversation that has none."""
+
+    @property
+    def source(self) -> str:
+        """The Jinja template; every prompt it renders ends where the assistant's next message begins."""
+        system = "raise_exception('This chat format has no place for a system message.')"
+        if self.system is not None:
+            system = (
+                f"{_jinja_string(self.system[0])} + messages[0].content + {_jinja_string(self.system[1])}"
+            )
+        return (
+            f"{{{{- {_jinja_string(self.prefix)} -}}}}"
+            "{%- set turns = messages -%}"
+            "{%- if messages[0].role == 'system' -%}{%- set turns = messages[1:] -%}"
+            f"{{{{- {system} -}}}}"
+            "{%- endif -%}"
+            "{%- for message in turns -%}"
+            "{%- if message.role == 'user' -%}"
+            f"{{{{- '' if loop.first else {_jinja_string(self.turn_separator)} -}}}}"
+            f"{{{{- {_jinja_string(self.user[0])} + message.content + {_jinja_string(self.user[1])} -}}}}"
+            "{%- elif message.role == 'assistant' -%}{{- message.content -}}"
+            "{%- else -%}{{- raise_exception('This chat format has no place for the role '"
+            " ~ message.role ~ '.') -}}{%- endif -%}"
+            "{%- endfor -%}"
+        )
+
+    def stop_conditions(self, single_id: Callable[[str], int | None]) -> list[int | str]:
+        """Stop conditions of a job: ids of stop tokens (their text if they have none) and stop strings."""
+        tokens = [(text, single_id(text)) for text in self.stop_tokens]
+        return [*(text if token_id is None else token_id for text, token_id in tokens), *self.stop_strings]
 
 
 @dataclass(frozen=True)
@@ -121,7 +183,7 @@ class ChatTemplates:
 
 
 def render_chat(
-    renderer: TemplateSandbox,
+    sandbox: TemplateSandbox,
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -145,7 +207,7 @@ def render_chat(
     }
 
     def render(messages: Sequence[Mapping[str, Any]]) -> str:
-        return renderer.render(template.source, {**template_variables, "messages": messages}, template.origin)
+        return sandbox.render(template.source, {**template_variables, "messages": messages}, template.origin)
 
     return render(adapt_content_format(messages, template.source, template.origin, render))
 
@@ -188,20 +250,15 @@ def adapt_content_format(
     """
     num_with_parts = sum(bool(_content_parts(message)) for message in messages)
     if num_with_parts and not _renders_content(PROBE_PARTS, render):
-        reads_other_format = _renders_content(PROBE_TEXT, render)
-        return (
-            [_parts_to_text(message, index, origin) for index, message in enumerate(messages)]
-            if reads_other_format
-            else messages
-        )
-    if (
-        num_with_parts == len(messages)
-        or not _MENTIONS_TEXT_KEY.search(source)
-        or _renders_content(PROBE_TEXT, render)
-    ):
+        if not _renders_content(PROBE_TEXT, render):
+            return messages
+        return [_parts_to_text(message, index, origin) for index, message in enumerate(messages)]
+    all_have_parts = num_with_parts == len(messages)
+    if all_have_parts or not _MENTIONS_TEXT_KEY.search(source) or _renders_content(PROBE_TEXT, render):
         return messages
-    reads_other_format = bool(num_with_parts) or _renders_content(PROBE_PARTS, render)
-    return [_text_to_parts(message) for message in messages] if reads_other_format else messages
+    if not num_with_parts and not _renders_content(PROBE_PARTS, render):
+        return messages
+    return [_text_to_parts(message) for message in messages]
 
 
 def _content_parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -238,3 +295,137 @@ def _text_to_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(content, str):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _jinja_string(text: str) -> str:
+    return json.dumps(text)
+
+
+def _llama3_header(role: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+
+
+def _cohere_turn(role: str) -> str:
+    return f"<|START_OF_TURN_TOKEN|><|{role}_TOKEN|>"
+
+
+def _granite_role(role: str) -> str:
+    return f"<|start_of_role|>{role}<|end_of_role|>"
+
+
+_LLAMA = PromptFormat(
+    prefix="[INST] ",
+    system=("<<SYS>>\n", "\n<</SYS>>\n\n"),
+    user=("", " [/INST]"),
+    turn_separator="[INST] ",
+    add_bos=True,
+    encode_special_tokens=False,
+)
+_COHERE_END = "<|END_OF_TURN_TOKEN|>"
+
+PROMPT_FORMATS: Mapping[str, PromptFormat] = MappingProxyType(
+    {
+        "raw": PromptFormat(
+            user=("User: ", "\nAssistant:"),
+            add_bos=True,
+            encode_special_tokens=False,
+            stop_strings=("User:", "U:", "USER:", "user:"),
+            default_system="This is a conversation between a helpful AI assistant and a user.",
+        ),
+        "llama": _LLAMA,
+        "codellama": _LLAMA,
+        "llama3": PromptFormat(
+            system=(_llama3_header("system"), "<|eot_id|>"),
+            user=(_llama3_header("user"), "<|eot_id|>" + _llama3_header("assistant")),
+            turn_separator="<|eot_id|>",
+            add_bos=True,
+            stop_tokens=("<|eot_id|>", "<|start_header_id|>"),
+        ),
+        "qwq": PromptFormat(
+            system=("<|im_start|>system\n", "<|im_end|>\n"),
+            user=("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+            turn_separator="<|im_end|>\n",
+            stop_tokens=("<|im_end|>",),
+            stop_strings=("<|im_end|>",),
+        ),
+        "chatml": PromptFormat(
+            system=("<|im_start|>system\n", "\n<|im_end|>\n"),
+            user=("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+            turn_separator="<|im_end|>\n",
+            stop_tokens=("<|im_end|>",),
+            stop_strings=("<|im_end|>",),
+        ),
+        "tinyllama": PromptFormat(
+            system=("<|im_start|>system\n", "\n<|im_end|>\n"),
+            user=("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+            turn_separator="<|im_end|>\n",
+            encode_special_tokens=False,
+            stop_strings=("<|im_end|>",),
+        ),
+        "zephyr": PromptFormat(
+            system=("<|system|>\n", "\n</s>\n"),
+            user=("<|user|>\n", "</s>\n<|assistant|>\n"),
+            stop_strings=("<|user|>", "</s>"),
+        ),
+        "deepseek": PromptFormat(
+            user=("### Instruction:\n", "\n### Response:\n"),
+            stop_strings=("### Instruction",),
+        ),
+        "solar": PromptFormat(
+            system=("### System\n", "\n\n"),
+            user=("### User:\n", "\n\n### Assistant:\n"),
+            stop_strings=("\n\n### User", "\n### User"),
+        ),
+        "openchat": PromptFormat(
+            system=("", "<|end_of_turn|>"),
+            user=("GPT4 Correct User:", "<|end_of_turn|>GPT4 Correct Assistant:"),
+            stop_strings=("<|end_of_turn|>", "<|endoftext|>", "GPT4 Correct User:"),
+        ),
+        "nous": PromptFormat(
+            system=("", "\n\n"),
+            user=("USER:\n", "\n\nASSISTANT:\n"),
+            stop_strings=("</s>",),
+        ),
+        "gemma": PromptFormat(
+            system=None,
+            user=("<bos><start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"),
+            turn_separator="<end_of_turn>\n",
+            stop_tokens=("<end_of_turn>", "<start_of_turn>"),
+        ),
+        "cohere": PromptFormat(
+            prefix="<BOS_TOKEN>",
+            system=(_cohere_turn("SYSTEM"), _COHERE_END),
+            user=(_cohere_turn("USER"), _COHERE_END + _cohere_turn("CHATBOT")),
+            turn_separator=_COHERE_END,
+            add_bos=True,
+            stop_strings=(_COHERE_END,),
+        ),
+        "phi3": PromptFormat(
+            prefix="<s>",
+            system=("<|system|>\n", "<|end|>\n"),
+            user=("<|user|>\n", "<|end|>\n<|assistant|>\n"),
+            turn_separator="<|end|>\n",
+            stop_tokens=("<|end|>", "<|assistant|>", "<|endoftext|>"),
+        ),
+        "granite": PromptFormat(
+            system=("System:\n", "\n\n"),
+            user=("Question:\n", "\n\nAnswer:\n"),
+            turn_separator="\n\n",
+            stop_strings=("\n\nQuestion:",),
+        ),
+        "granite3": PromptFormat(
+            system=(_granite_role("system"), "<|end_of_text|>"),
+            user=(_granite_role("user"), "<|end_of_text|>" + _granite_role("assistant")),
+            add_bos=True,
+        ),
+        "glm": PromptFormat(
+            prefix="[gMASK]<sop>",
+            system=("<|system|>\n", ""),
+            user=("<|user|>\n", "<|assistant|>\n"),
+            add_bos=True,
+            stop_tokens=("<|user|>",),
+            stop_strings=("<|user|>",),
+        ),
+    }
+)
+"""The prompt formats of exllamav2's chat example, under the names they have there."""

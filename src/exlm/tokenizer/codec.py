@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ..errors import TokenizerError, TokenizerNotFound
-from .backend import TokenizerBackend, decode_context_ids
 from .detokenizer import ByteTokenDecoder, Detokenizer, LibraryTokenDecoder, TokenDecoder
 from .hf import HFBackend
 from .sentencepiece import SentencePieceBackend
 from .tokenizer_files import AddedToken, AddedTokenMatcher, TokenizerFiles, read_tokenizer_files
-from .vocab import Vocab
+from .vocab import TokenizerBackend, Vocab, decode_context_ids
 
 TokenizerKind = Literal["auto", "json", "spm"]
 
@@ -159,9 +158,9 @@ class Codec:
         flag = config.get("add_bos_token")
         if isinstance(flag, bool):
             return flag
-        start_ids = self.backend.start_ids()
-        if start_ids is not None:
-            return self.bos_id in start_ids
+        prepended_ids = self.backend.prepended_ids()
+        if prepended_ids is not None:
+            return self.bos_id in prepended_ids
         tokenizer_class = config.get("tokenizer_class")
         if not isinstance(tokenizer_class, str) or not isinstance(self.backend, HFBackend):
             return True  # nothing is declared, and most models that have a BOS were trained with it first

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from ..errors import TokenizerError, shown
 from ..families.gguf import NO_TOKEN_ID
-from .backend import TokenizerBackend
 from .hf import HFBackend
 from .sentencepiece import (
     BYTE,
@@ -33,7 +32,7 @@ from .sentencepiece import (
     model_proto,
 )
 from .tokenizer_files import AddedToken, TokenizerFiles
-from .vocab import METASPACE
+from .vocab import METASPACE, TokenizerBackend
 
 ROLE_KEYS = {
     "bos_token": "bos_token_id",

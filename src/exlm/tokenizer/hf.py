@@ -21,14 +21,20 @@ from typing import Any
 import tokenizers
 
 from ..errors import BadText, ExlmError, TokenizerError, TokenizerNotFound
-from .backend import describe_lone_surrogate, middle_pieces, require_space_to_read
-from .tokenizer_files import MAX_ID_GAP, AddedToken, TokenizerFiles, read_text
-from .vocab import BYTE_TOKEN, TokenBytes, token_bytes_from_decoder
+from .tokenizer_files import (
+    MAX_ID_GAP,
+    AddedToken,
+    TokenizerFiles,
+    describe_lone_surrogate,
+    read_text,
+    require_memory_to_read,
+)
+from .vocab import BYTE_TOKEN, TokenBytes, non_initial_pieces, token_bytes_from_decoder
 
-LONG_TEXT = 4096
+LONG_TEXT_CHARS = 4096
 """Characters; a longer text is encoded as a batch of one, which releases the GIL and makes no offsets."""
 
-PANIC = "PanicException"
+RUST_PANIC = "PanicException"
 """The class of a panic in the library's Rust code: a BaseException that no module exports."""
 
 
@@ -38,7 +44,7 @@ class HFBackend:
     def __init__(self, text: str, files: TokenizerFiles, name: str = "tokenizer.json") -> None:
         """Read the JSON text; errors call it `name`."""
         self.name = name
-        require_space_to_read(len(text), name)
+        require_memory_to_read(len(text), name)
         with _library_errors(f"{name} is not a tokenizer the tokenizers library can read"):
             self._hf_tokenizer = tokenizers.Tokenizer.from_str(text)
             _disable_truncation_padding_dropout(self._hf_tokenizer)
@@ -90,7 +96,7 @@ class HFBackend:
     @cached_property
     def vocab(self) -> list[str]:
         """By id, the text that a token adds when it is not the first of a text."""
-        return middle_pieces(self)
+        return non_initial_pieces(self)
 
     @cached_property
     def decode_overrides(self) -> dict[int, str]:
@@ -151,7 +157,7 @@ class HFBackend:
         """(None, None): a tokenizer.json does not declare BOS and EOS."""
         return None, None
 
-    def start_ids(self) -> list[int] | None:
+    def prepended_ids(self) -> list[int] | None:
         """The ids that the file's post-processor puts before a text; None if it has none."""
         if self._hf_tokenizer.post_processor is None:
             return None
@@ -173,14 +179,14 @@ class HFBackend:
             try:
                 return self._hf_tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
             except BaseException as error:
-                raise _typed(error, f"{self.name} cannot decode {len(ids)} ids") from None
+                raise _to_tokenizer_error(error, f"{self.name} cannot decode {len(ids)} ids") from None
 
     def _encode_with(self, hf_tokenizer: tokenizers.Tokenizer, text: str, parse_special: bool) -> list[int]:
         with self._lock:
             if hf_tokenizer.encode_special_tokens == parse_special:
                 hf_tokenizer.encode_special_tokens = not parse_special
             try:
-                if len(text) > LONG_TEXT:
+                if len(text) > LONG_TEXT_CHARS:
                     (found,) = hf_tokenizer.encode_batch_fast([text], add_special_tokens=False)
                     return list(found.ids)
                 return list(hf_tokenizer.encode(text, add_special_tokens=False).ids)
@@ -188,7 +194,7 @@ class HFBackend:
                 if isinstance(error, Exception) and not isinstance(error, MemoryError):
                     why = describe_lone_surrogate(text) or error
                     raise BadText(f"{self.name} cannot encode: {why}.") from None
-                raise _typed(error, f"{self.name} cannot encode a text") from None
+                raise _to_tokenizer_error(error, f"{self.name} cannot encode a text") from None
 
     def _hf_variant(self, continues: bool, hide_special: bool) -> tokenizers.Tokenizer:
         """A copy that adds no space before the first word (`continues`) or renames special tokens, cached."""
@@ -196,14 +202,14 @@ class HFBackend:
             key = (continues, hide_special)
             if key not in self._hf_variants:
                 text = self._hf_tokenizer.to_str()
-                require_space_to_read(len(text), self.name)
+                require_memory_to_read(len(text), self.name)
                 state = json.loads(text)
                 changed = continues and _disable_prefix_space(state.get("pre_tokenizer"))
                 changed |= hide_special and _rename_special_tokens(state, self.special_tokens)
                 original = self._hf_variants[(False, False)]
                 with _library_errors(f"{self.name} cannot be read with its special tokens as plain text"):
-                    made = tokenizers.Tokenizer.from_str(json.dumps(state)) if changed else original
-                self._hf_variants[key] = made
+                    variant = tokenizers.Tokenizer.from_str(json.dumps(state)) if changed else original
+                self._hf_variants[key] = variant
             return self._hf_variants[key]
 
     def _add_declared_tokens(self, files: TokenizerFiles) -> frozenset[int]:
@@ -246,20 +252,20 @@ class HFBackend:
 
 
 @contextmanager
-def _library_errors(what: str) -> Iterator[None]:
-    """Turn the library's errors into a TokenizerError whose message begins with `what`."""
+def _library_errors(problem: str) -> Iterator[None]:
+    """Turn the library's errors into a TokenizerError whose message begins with `problem`."""
     try:
         yield
     except BaseException as error:
-        raise _typed(error, what) from None
+        raise _to_tokenizer_error(error, problem) from None
 
 
-def _typed(error: BaseException, what: str) -> BaseException:
+def _to_tokenizer_error(error: BaseException, problem: str) -> BaseException:
     """A TokenizerError for an error of the library (an Exception or a panic); any other error unchanged."""
-    from_library = isinstance(error, Exception) or type(error).__name__ == PANIC
+    from_library = isinstance(error, Exception) or type(error).__name__ == RUST_PANIC
     if not from_library or isinstance(error, ExlmError | MemoryError):
         return error
-    return TokenizerError(f"{what}: {error}. Fetch the file again.")
+    return TokenizerError(f"{problem}: {error}. Fetch the file again.")
 
 
 def _to_hf_added_token(token: AddedToken) -> tokenizers.AddedToken:

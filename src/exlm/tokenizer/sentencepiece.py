@@ -19,9 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import BadText, MissingExtra, TokenizerError, TokenizerNotFound
-from .backend import describe_lone_surrogate, middle_pieces, require_space_to_read
-from .tokenizer_files import MAX_ID_GAP, AddedToken, AddedTokenMatcher, TokenizerFiles, read_data
-from .vocab import METASPACE, TokenBytes, metaspace_bytes
+from .tokenizer_files import (
+    MAX_ID_GAP,
+    AddedToken,
+    AddedTokenMatcher,
+    TokenizerFiles,
+    describe_lone_surrogate,
+    read_data,
+    require_memory_to_read,
+)
+from .vocab import METASPACE, TokenBytes, metaspace_bytes, non_initial_pieces
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -86,7 +93,7 @@ class SentencePieceBackend:
     @cached_property
     def vocab(self) -> list[str]:
         """By id, the text that a token adds when it is not the first of a text."""
-        return middle_pieces(self)
+        return non_initial_pieces(self)
 
     @property
     def decode_overrides(self) -> dict[int, str]:
@@ -147,7 +154,7 @@ class SentencePieceBackend:
         bos, eos = int(self._processor.bos_id()), int(self._processor.eos_id())
         return (bos if bos >= 0 else None), (eos if eos >= 0 else None)
 
-    def start_ids(self) -> list[int] | None:
+    def prepended_ids(self) -> list[int] | None:
         """None: a model file has no post-processor."""
         return None
 
@@ -233,7 +240,7 @@ def _load_processor(data: bytes, name: str) -> SentencePieceProcessor:
         raise TokenizerError(
             f"{name} is not a whole SentencePiece model ({len(data)} bytes). Fetch the file again."
         )
-    require_space_to_read(len(data), name)
+    require_memory_to_read(len(data), name)
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except (RuntimeError, ValueError, TypeError) as error:

@@ -20,16 +20,16 @@ from ..errors import InputError, TokenizerError
 from ..memory import memory_errors
 from . import ChatTemplates, Codec, ConfigTokenIds, Detokenizer, TemplateLimits, TemplateSandbox, render_chat
 from . import Trie as _Trie
-from .backend import TokenizerBackend
 from .codec import AliasedEmbedding, TokenizerConfig
 from .gguf import tokenizer_from_metadata
 from .tokenizer_files import AddedToken, AddedTokenMatcher
+from .vocab import TokenizerBackend
 
 log = logging.getLogger(__name__)
 
 EMPTY_MAPPING: Mapping[Any, Any] = MappingProxyType({})
 
-MAX_CHECKED_LETTERS = 2**16
+MAX_CHECKED_CHARS = 2**16
 """Characters: a prompt format has a special token near its start."""
 
 
@@ -55,7 +55,7 @@ class UnparsedSpecialWarning:
             return
         for text in texts:
             match = (
-                next(self._matcher.find(text[:MAX_CHECKED_LETTERS]), None) if isinstance(text, str) else None
+                next(self._matcher.find(text[:MAX_CHECKED_CHARS]), None) if isinstance(text, str) else None
             )
             if match is not None:
                 self._warned = True
@@ -91,8 +91,8 @@ class Tokenizer:
     char_trie: _Trie | None = None
     char_trie_ci: _Trie | None = None
 
-    CACHED_STRINGS = 100
-    ALIKE = 0.9  # share of the ids that must have the same text in a draft model's vocabulary
+    MAX_CACHED_STRINGS = 100
+    MIN_DRAFT_AGREEMENT = 0.9  # share of the ids that must have the same text in a draft model's vocabulary
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class Tokenizer:
         if found is None:
             found = self.encode(text)
             with self._cache_lock:
-                while len(self._cache) >= self.CACHED_STRINGS:
+                while len(self._cache) >= self.MAX_CACHED_STRINGS:
                     del self._cache[next(iter(self._cache))]
                 self._cache[text] = found
         return found
@@ -385,7 +385,8 @@ class Tokenizer:
         pieces = self.get_id_to_piece_list()
         num_common = min(len(pieces), len(draft_pieces))
         num_equal = sum(one == other for one, other in zip(pieces, draft_pieces, strict=False))
-        if num_equal < self.ALIKE * num_common or 2 * num_common < max(len(pieces), len(draft_pieces)):
+        larger = max(len(pieces), len(draft_pieces))
+        if num_equal < self.MIN_DRAFT_AGREEMENT * num_common or larger > 2 * num_common:
             raise InputError(
                 f"The draft model {config.model_dir} has another vocabulary, of {len(draft_pieces):,} "
                 f"tokens; the model's has {len(pieces):,}, and {num_equal:,} are the same in both. Hardly "

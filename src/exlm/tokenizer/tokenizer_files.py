@@ -2,7 +2,7 @@
 
 `tokenizer_config.json`, `added_tokens.json`, `special_tokens_map.json` and `generation_config.json` overlap:
 `read_tokenizer_files` checks them and merges what they declare. `AddedTokenMatcher` finds added tokens in a
-text where no library does: for SentencePiece and for the text aliases of embeddings.
+text where no library does so: for SentencePiece and for the text aliases of embeddings.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import TokenizerError, shown
+from ..memory import MB, require_address_space
 
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """The special token roles that a tokenizer_config.json may declare."""
@@ -93,6 +94,15 @@ def read_data(path: Path) -> bytes | None:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
 
 
+def require_memory_to_read(size: int, name: str) -> None:
+    """Raise DoesNotFit unless a library may allocate what it needs to read `size` bytes of vocabulary.
+
+    The `tokenizers` library ends the process when an allocation fails, and `sentencepiece` may. They allocate
+    23 to 43 times the size of the file.
+    """
+    require_address_space(32 * size + 8 * MB, f"{name}: the tokenizer could not be read ({size:,} bytes)")
+
+
 def read_json_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file, or None when there is no such file."""
     text = read_text(path)
@@ -129,6 +139,15 @@ def _find_lone_surrogate(value: object) -> str | None:
         elif isinstance(found, list):
             pairs = enumerate(found)
         stack += [(f"{at}.{key}" if at else str(key), inner) for key, inner in pairs]
+    return None
+
+
+def describe_lone_surrogate(text: str) -> str | None:
+    """Why a text cannot be written as UTF-8, or None if it can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}"
     return None
 
 
@@ -266,21 +285,21 @@ class AddedTokenMatcher:
     """Finds the leftmost longest of many tokens in a text, in time that does not depend on their number."""
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
-        """Index the tokens by first letter and length; a token without text never matches."""
+        """Index the tokens by first character and length; a token without text never matches."""
         self._tokens = {token.content: token for token in tokens if token.content}
         lengths: dict[str, set[int]] = {}
         for content in self._tokens:
             lengths.setdefault(content[0], set()).add(len(content))
-        self._lengths = {letter: sorted(sizes, reverse=True) for letter, sizes in lengths.items()}
-        self._first_letters = re.compile("|".join(map(re.escape, sorted(lengths))) or r"(?!)")
+        self._lengths = {char: sorted(sizes, reverse=True) for char, sizes in lengths.items()}
+        self._first_chars = re.compile("|".join(map(re.escape, sorted(lengths))) or r"(?!)")
 
     def find(self, text: str) -> Iterator[TokenMatch]:
         """Yield the matches from left to right; they do not overlap."""
         position = 0
-        while (candidate := self._first_letters.search(text, position)) is not None:
+        while (candidate := self._first_chars.search(text, position)) is not None:
             start = candidate.start()
             while (token := self._match_at(text, start)) is None:
-                candidate = self._first_letters.search(text, start + 1)
+                candidate = self._first_chars.search(text, start + 1)
                 if candidate is None:
                     return
                 start = candidate.start()
@@ -302,4 +321,4 @@ class AddedTokenMatcher:
 
 def _is_inside_word(text: str, start: int, end: int) -> bool:
     before, after = text[start - 1 : start] if start else "", text[end : end + 1]
-    return any(letter.isalnum() or letter == "_" for letter in before + after)
+    return any(char.isalnum() or char == "_" for char in before + after)

@@ -1,4 +1,4 @@
-"""Lookup tables over a whole vocabulary: the bytes and pieces of tokens, prefixes and tries.
+"""Vocabularies: `TokenizerBackend`, the interface of those in files, and lookup tables over all tokens.
 
 A token's piece is the text that it adds when it is not the first of a text. Most tables are keyed by pieces.
 The table for token healing compares bytes where they are known: a part of a character has no text of its own,
@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 K = TypeVar("K", str, bytes)
@@ -43,6 +43,95 @@ class TokenBytes(NamedTuple):
     table: list[bytes]
     strips_leading_space: bool
     decode_overrides: dict[int, str]
+
+
+class TokenizerBackend(Protocol):
+    """One vocabulary with its encoder and decoder.
+
+    `base_vocab_size` is one more than the highest id in the vocabulary file; tokens that other files declare
+    may have higher ids. Every method may be called from any thread.
+    """
+
+    name: str
+    base_vocab_size: int
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Special tokens, from their text to their id."""
+
+    @property
+    def nonspecial_added_tokens(self) -> Mapping[str, int]:
+        """Added tokens that are not special: plain text, but never split when encoding."""
+
+    @property
+    def decode_overrides(self) -> Mapping[int, str]:
+        """By id, the text of added tokens that the library decodes differently from how they are written."""
+
+    @property
+    def unk_token(self) -> str | None:
+        """The token that stands for text the vocabulary cannot encode."""
+
+    @property
+    def vocab(self) -> list[str]:
+        """By id, the text that a token adds when it is not the first of a text."""
+
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+
+    def is_defined(self, token_id: int) -> bool:
+        """Whether any token has this id."""
+
+    def id_to_piece(self, token_id: int) -> str:
+        """The token as the vocabulary file writes it, "" for an undefined id."""
+
+    def piece_to_id(self, piece: str) -> int | None:
+        """The id of a token written as in the vocabulary file."""
+
+    def enumerate_tokens(self) -> Iterator[tuple[int, str]]:
+        """Pairs of id and `vocab` text."""
+
+    def tokenize(self, text: str, *, parse_special: bool, continues: bool = False) -> list[int]:
+        """Encode; with `parse_special` the text of a special token becomes its id, else it stays plain text.
+
+        `continues` says that the text is a continuation: a vocabulary that puts a space before the first word
+        of a text then leaves it out.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """Encode; the text of special tokens stays plain text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode; special tokens decode to their text."""
+
+    def token_bytes(self) -> TokenBytes | None:
+        """The bytes of every token, or None if a text's bytes are not those of its tokens joined."""
+
+    def declared_bos_eos(self) -> tuple[int | None, int | None]:
+        """The ids of BOS and EOS that the vocabulary file declares; None for each it does not."""
+
+    def prepended_ids(self) -> list[int] | None:
+        """The ids that the vocabulary file's post-processor puts before a text; None if it does not say."""
+
+
+def non_initial_pieces(backend: TokenizerBackend) -> list[str]:
+    """`TokenizerBackend.vocab`; a token that is a part of a character gives U+FFFD."""
+    token_bytes = backend.token_bytes()
+    if token_bytes is not None:
+        return [raw.decode("utf-8", "replace") for raw in token_bytes.table]
+    context = decode_context_ids(backend)
+    context_length = len(backend.decode(context))
+    return [
+        backend.decode([*context, token_id])[context_length:] if backend.is_defined(token_id) else ""
+        for token_id in range(backend.vocab_size())
+    ]
+
+
+def decode_context_ids(backend: TokenizerBackend) -> list[int]:
+    """Ids to decode in front of a token so that it is not the first; none if the first decodes alike."""
+    letter_ids = backend.encode(" t")
+    if len(letter_ids) == 1 and len(backend.decode(letter_ids)) == 2:
+        return []
+    return (backend.encode(" ") or letter_ids)[:1]
 
 
 def byte_to_unicode() -> dict[int, str]:
@@ -136,7 +225,7 @@ def _is_metaspace(steps: Sequence[Mapping[str, Any]]) -> bool:
 
 
 class Trie:
-    """A node of a tree of letters; `leaf` has the ids of the tokens whose text ends here."""
+    """A node of a tree of characters; `leaf` has the ids of the tokens whose text ends here."""
 
     __slots__ = ("children", "leaf")
 
@@ -148,10 +237,10 @@ class Trie:
     def add(self, text: str, token_id: int) -> None:
         """Add a token's text and id."""
         node = self
-        for letter in text:
-            child = node.children.get(letter)
+        for char in text:
+            child = node.children.get(char)
             if child is None:
-                child = node.children[letter] = Trie()
+                child = node.children[char] = Trie()
             node = child
         node.leaf.append(token_id)
 
@@ -207,7 +296,7 @@ class Vocab:
         return self._cached("prefix_id_to_ids", self._prefix_id_to_ids)
 
     def trie(self, ignore_case: bool = False) -> Trie:
-        """The pieces letter by letter, lower-cased if case is ignored."""
+        """The pieces character by character, lower-cased if case is ignored."""
         return self._cached(f"trie {ignore_case}", lambda: self._trie(ignore_case))
 
     def build(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from exlm.tokenizer.string_matcher import Match, MatcherCursor, StringMatcher
+from exlm.generator.stop_strings import Match, MatcherCursor, StringMatcher
 
 words = st.text("ab\u00e9", max_size=5)
 sets = st.lists(words, max_size=5)
