@@ -1,8 +1,8 @@
-"""LLM: one object that finds a model, loads it and answers.
+"""`LLM`: finds and loads a model, and completes prompts and conversations with it.
 
-The work is done by the parts it is made of, which stay within reach as `config`, `model`, `cache`,
-`tokenizer` and `generator`. It adds defaults, chat templates and answers that are easy to hold; it is not
-another generator, and what it does not offer is a `Job` away.
+It combines a `Config`, `Model`, cache, `Tokenizer` and `Generator`, which are its attributes, and adds
+defaults, chat templates, structured output and plain results (`Completion`, `Stream`). For anything else,
+enqueue a `Job` with its `generator`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .constrained import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
 from .errors import InputError, NotLoaded
 from .generator import Generator, Job, StreamingResult
 from .generator.generator import JobGroup
-from .generator.job import materialize
+from .generator.job import filter_tuple, materialize
+from .generator.validation import one_per_prompt, prompt_texts
 from .hub import find_model
 from .kvcache import CACHES, PAGE_SIZE, CacheBase
 from .model import Model
@@ -32,10 +33,10 @@ from .tokenizer import Tokenizer
 from .tokenizer.chat_template import PromptFormat
 
 DEFAULT_MAX_SEQ_LEN = 8192
-"""The longest sequence, prompt and answer together, unless the user says otherwise or the model has less."""
+"""The default limit on prompt and completion together, for models that allow more."""
 
 DEFAULT_MAX_NEW_TOKENS = 512
-"""The longest answer in tokens, unless the user says otherwise or the context has less left."""
+"""The default limit on a completion; what the context has left, if that is less."""
 
 FinishReason = Literal["stop_token", "stop_string", "max_new_tokens", "end_filter"]
 CacheType = Literal["fp16", "q8", "q6", "q4", "fp8"]
@@ -48,16 +49,15 @@ NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 RENAMED_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {"gen_settings": "settings", "stop_conditions": "stop", "input_ids": "the prompt"}
 )
-"""Arguments of a `Job` that go by another name here."""
+"""Arguments of a `Job` that have another name here."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model said, and what it took; `str()` of it is the text.
+    """The completion of a prompt, with token counts and times in seconds; `str()` gives the text.
 
-    `token_ids` are the tokens behind the text: a stop token is not among them, those of a stop string are.
-    `new_tokens` counts the stop token too. `cached_tokens` of the `prompt_tokens` were already in the cache.
-    Times are in seconds.
+    `token_ids` contain the tokens of a stop string, but not a stop token; `new_tokens` counts both.
+    `cached_tokens` of the `prompt_tokens` were found in the cache.
     """
 
     text: str
@@ -76,39 +76,38 @@ class Completion:
 
 
 class Stream(Iterator[str]):
-    """An answer on its way: iterate for its pieces of text; `completion` is the whole of it at the end.
+    """A completion in pieces of text as they are generated; `completion` is set after the last piece.
 
-    To leave early, stop iterating and let go of it, or call `close()`, which another thread may do: the
-    request is dropped.
+    To drop the request early, call `close()`, also from another thread, or delete the stream.
     """
 
     _enqueued = False
 
     def __init__(self, group: JobGroup) -> None:
-        """`group` is one job, which is enqueued when the first piece is asked for."""
+        """`group` is one job, which is enqueued for the first piece."""
         self.completion: Completion | None = None
         self._group = group
         self._token_ids: list[int] = []
         self._last: StreamingResult | None = None
         self._lock = threading.RLock()
-        self._advancing = False  # the thread that holds the lock waits for a piece
+        self._advancing = False  # the thread that holds the lock is generating a piece
         self._closed = False
 
     def __next__(self) -> str:
         with self._lock:
             piece = None if self._closed else self._next_piece()
-        if piece is None or self._closed:  # looked at without the lock, so that a close() meanwhile is seen
+        if piece is None or self._closed:  # another thread may have called close() in the meantime
             self.close()
             raise StopIteration
         return piece
 
     def __del__(self) -> None:
-        """Drop the request at the next call: the garbage collector may come in the middle of a step."""
+        """Drop the request at the generator's next call: garbage collection may run during a step."""
         if self._enqueued and self._group.unfinished:
             self._group.abandon()
 
     def close(self) -> None:
-        """Drop the request if it is still running; while a thread waits for a piece, once it has come."""
+        """Drop the request if it is still running; if a thread waits for a piece, after that piece."""
         self._closed = True
         if self._lock.acquire(blocking=False):
             try:
@@ -143,17 +142,17 @@ class Stream(Iterator[str]):
 
 
 class LLM:
-    """A loaded model and everything it takes to ask it.
+    """A loaded model with its tokenizer, cache and generator.
 
-    `model` is a folder, a .gguf file, `owner/name` on the Hub, None for the small default model, or a Config
-    of your own, whose length is then taken as it is. `max_seq_len` bounds a prompt and its answer together;
-    without it, what the model was made for but at most 8192. `cache_tokens` is the room that all requests
-    share, in whole pages of 256; without it, one sequence of that length. `cache_type` says how it is stored:
-    "fp16" is sixteen bits, on a CPU too, the others are smaller. `draft` is a smaller model with the same
-    vocabulary that guesses ahead, or "ngram"; both change the speed and never a greedy text.
-    `device` and `dtype` are as in `Config`, `max_batch_size` as in `Generator`; `progress` shows bars.
+    `model` is a folder, a .gguf file, `owner/name` on the Hub, None for the small default model, or a
+    `Config`, whose `max_seq_len` is then used unchanged. `max_seq_len` limits a prompt and its completion
+    together; the default is the model's limit, but at most 8192. `cache_tokens` is the size of the cache that
+    all requests share, rounded up to pages of 256; the default is `max_seq_len`. `cache_type` is its format:
+    "fp16" has 16 bits, on a CPU too, the others have fewer. `draft` is a smaller model with the same
+    vocabulary for speculative decoding, or "ngram"; both change the speed and never a greedy text. `device`
+    and `dtype` are as in `Config`, `max_batch_size` as in `Generator`; `progress` shows progress bars.
 
-    Calls from several threads take turns.
+    Several threads may call it; their requests run in one batch.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class LLM:
         tokens = -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
         draft_options: dict[str, Any] = {"use_ngram_draft": draft == "ngram"}
         if draft is not None and draft != "ngram":
-            # A guess beyond the length a small model was made for costs a little time and nothing else.
+            # Drafts beyond the length that the draft model was trained for only cost a little time.
             draft_config = _make_config(draft, self.config.max_seq_len, device, dtype, progress)
             self.tokenizer.check_draft(draft_config)
             draft_parts = _load_model(draft_config, CACHES[cache_type], tokens, progress)
@@ -191,20 +190,20 @@ class LLM:
 
     @property
     def generator(self) -> Generator:
-        """What runs the requests."""
+        """The generator that runs the requests."""
         if self._generator is None:
             raise NotLoaded("This LLM was closed: make another one.")
         return self._generator
 
     @property
     def model(self) -> Model:
-        """The weights."""
+        """The loaded model."""
         model: Model = self.generator.model
         return model
 
     @property
     def cache(self) -> CacheBase:
-        """Where keys and values are kept, for every request."""
+        """The KV cache that all requests share."""
         cache: CacheBase = self.generator.cache
         return cache
 
@@ -225,8 +224,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # Asking
 
     @overload
     def generate(
@@ -277,24 +274,24 @@ class LLM:
         encode_special_tokens: bool = False,
         **job_arguments: Any,
     ) -> Completion | list[Completion]:
-        """Continue a text, or a list of texts in one batch; a list gives a list, in the same order.
+        """Complete a prompt, or a list of prompts in one batch; a list gives a list, in the same order.
 
-        An answer ends at one of the model's EOS tokens, at a `stop` (a string, a token id, or several), or
-        after `max_new_tokens`: without a number 512, or what the context has left. `settings` is for all
-        prompts, or a list with one for each; None is `Settings()`. Prompt i uses seed + i. `json_schema`,
-        `regex` and `grammar` make every answer match. A BOS comes first if the tokenizer's files want one, or
-        as `add_bos` says. Special tokens written in a prompt are plain text unless `encode_special_tokens`.
-        A pair of prompts is guided by `settings.cfg_scale`. Further arguments are `Job`'s; `filters` and
-        `embeddings` are lists, or for a list of prompts lists of lists.
+        A completion ends at an EOS token of the model, at a `stop` (a string, a token id, or several), or
+        after `max_new_tokens`, by default 512 or what the context has left. `settings` is for all prompts, or
+        a list with one for each; None is `Settings()`. Prompt i uses seed + i. `json_schema`, `regex` and
+        `grammar` constrain every completion. `add_bos` says whether a BOS token comes first; the default is
+        in the tokenizer's files. Special tokens written in a prompt are plain text unless
+        `encode_special_tokens`. A pair of prompts is guided by `settings.cfg_scale`. Further arguments are
+        `Job`'s; `filters` and `embeddings` are lists, or for a list of prompts lists of lists.
         """
         single = isinstance(prompts, str | tuple)
         if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
             raise InputError(f"Give a prompt or a list of them; found {type(prompts).__name__}.")
         texts: list[Any] = [prompts] if single else list(prompts)
-        settings_list = _values_per_prompt("settings", settings, len(texts))
+        settings_list = one_per_prompt(settings, len(texts), "settings")
         per_prompt = {name: job_arguments.pop(name, None) for name in ("filters", "embeddings")}
         lists = {
-            name: [per_prompt[name]] if single else _values_per_prompt(name, per_prompt[name], len(texts))
+            name: [per_prompt[name]] if single else one_per_prompt(per_prompt[name], len(texts), name)
             for name in per_prompt
         }
         embeddings = [
@@ -331,11 +328,11 @@ class LLM:
         template: Mapping[str, Any] = NO_VARIABLES,
         **job_arguments: Any,
     ) -> Completion:
-        """Answer a conversation, written as the model's chat template writes it.
+        """Complete a conversation, rendered with the model's chat template.
 
-        `messages` is a list of {"role": …, "content": …}, or a str for a single message of the user. What was
-        said before is found in the cache, so a turn costs only itself. `template` holds variables for the
-        chat template, such as `tools` or `enable_thinking`; the rest is as in `generate`.
+        `messages` is a list of {"role": …, "content": …}, or a str for a single user message. Earlier turns
+        are found in the prefix cache, so that only the new turn is computed. `template` holds variables for
+        the chat template, such as `tools` or `enable_thinking`; the rest is as in `generate`.
         """
         filters = _combined_filters(
             job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar)
@@ -362,9 +359,9 @@ class LLM:
         template: Mapping[str, Any] = NO_VARIABLES,
         **job_arguments: Any,
     ) -> Stream:
-        """The answer piece by piece, as it is made: a str is continued, a list of messages is answered.
+        """A completion piece by piece: of a prompt, as in `generate`, or of a list of messages, as in `chat`.
 
-        Nothing runs before the first piece is asked for; what does not fit the model is refused then.
+        Nothing runs before the first piece is requested; a request that does not fit raises then.
         """
         filters = _combined_filters(
             job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar)
@@ -377,16 +374,11 @@ class LLM:
             ids, template_stops = self._encode_chat(prompt, template, job_arguments)
             stop = [*template_stops, *_stop_list(stop)]
         job = self._make_job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
-        return Stream(self._group([job]))
-
-    # From a wish to a job
-
-    def _group(self, jobs: Sequence[Job]) -> JobGroup:
-        return JobGroup(self.generator, jobs, owner="LLM")
+        return Stream(JobGroup(self.generator, [job], caller="LLM"))
 
     def _run_to_end(self, jobs: Sequence[Job]) -> list[Completion]:
-        """Run these jobs in one batch; returns when all are finished."""
-        group = self._group(jobs)
+        """Run jobs in one batch; returns when all are finished."""
+        group = JobGroup(self.generator, jobs, caller="LLM")
         token_ids: dict[Job, list[int]] = {job: [] for job in jobs}
         last: dict[Job, StreamingResult] = {}
         try:
@@ -403,21 +395,17 @@ class LLM:
     def _encode(
         self, prompt: Prompt, add_bos: bool | None, special: bool, embeddings: Sequence[Any] | None
     ) -> list[Tensor]:
-        """The ids of a prompt, or of both halves of a pair."""
-        halves = prompt if isinstance(prompt, tuple) else (prompt,)
-        if not all(isinstance(half, str) for half in halves):
-            raise InputError(f"A prompt is a string, or a pair of strings for guidance; found {prompt!r}.")
-        if add_bos is None:
-            add_bos = self.tokenizer.wants_bos
+        """The ids of a prompt, or of both prompts of a pair."""
+        add_bos = self.tokenizer.wants_bos if add_bos is None else add_bos
         return [
-            self.tokenizer.encode(half, add_bos=add_bos, encode_special_tokens=special, embeddings=embeddings)
-            for half in halves
+            self.tokenizer.encode(text, add_bos=add_bos, encode_special_tokens=special, embeddings=embeddings)
+            for text in prompt_texts(prompt)
         ]
 
     def _encode_chat(
         self, messages: str | Messages, template: Mapping[str, Any], job_arguments: dict[str, Any]
     ) -> tuple[list[Tensor], list[int | str]]:
-        """The ids of a conversation, vectors among the job's arguments in their place, and what ends it."""
+        """The ids of a conversation, and its stop conditions; wraps the embeddings in `job_arguments`."""
         if not isinstance(template, Mapping):
             raise InputError(
                 f"template holds variables for the chat template, as in {{'tools': []}}; found {template!r}. "
@@ -442,9 +430,9 @@ class LLM:
         return [_encode_chat(self.tokenizer, text, chat_template.format, embeddings)], template_stops
 
     def _make_filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:
-        """Compiled once for a call: every job works on a copy of its own.
+        """Filters for all jobs of a call; each job works on a copy.
 
-        JSON comes without optional white space, which small models would never stop writing.
+        JSON has no optional white space, because small models would never stop writing it.
         """
         filters: list[Filter] = []
         if json_schema is not None:
@@ -469,11 +457,11 @@ class LLM:
             raise InputError(f"{duplicates[0]} is given as {RENAMED_ARGUMENTS[duplicates[0]]} here.")
         if max_new_tokens is None:
             length = self.generator.max_sequence_length(len(ids))
-            # Where nothing is left the generator refuses the job, and says how long the prompt is.
-            max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, length - max(half.shape[1] for half in ids)))
+            # At least 1: if nothing is left, the generator's error says how long the prompt is.
+            max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, length - max(row.shape[1] for row in ids)))
         else:
             max_new_tokens = self.generator.cap_new_tokens(ids, max_new_tokens)
-        eos_ids = [number for number in self.tokenizer.eos_token_ids if number < self.config.vocab_size]
+        eos_ids = [token for token in self.tokenizer.eos_token_ids if token < self.config.vocab_size]
         return Job(
             ids,
             max_new_tokens,
@@ -498,7 +486,7 @@ def _make_config(
         config.max_seq_len = max_seq_len
     elif config is not model:
         config.max_seq_len = min(config.max_seq_len, DEFAULT_MAX_SEQ_LEN)
-    config.freeze()  # refuses what cannot be, before anything is made of it
+    config.freeze()  # raises for an invalid combination before anything is loaded
     return config
 
 
@@ -511,28 +499,12 @@ def _load_model(
     return model, cache
 
 
-def _values_per_prompt(name: str, values: Any, count: int) -> list[Any]:
-    """One value for each prompt; settings, and nothing at all, are for all of them."""
-    if values is None or isinstance(values, Settings):
-        return [values] * count
-    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
-        one = "Settings, or " if name == "settings" else ""
-        found = len(values) if isinstance(values, list | tuple) else type(values).__name__
-        raise InputError(
-            f"{name} must be {one}a list with one entry for each of {count} prompts, found {found}."
-        )
-    return list(values)
-
-
 def _combined_filters(given: Any, compiled: list[Filter]) -> list[Any]:
-    """The filters that were given, and those that were made."""
-    if given is not None and not isinstance(given, list | tuple):
-        raise InputError(f"filters must be a list, found {type(given).__name__}: write [filter].")
-    return [*(given or ()), *compiled]
+    return [*filter_tuple(given), *compiled]
 
 
 def _wrapped_embeddings(model: Model, prompt: Any, embeddings: Any) -> list[Any] | None:
-    """What a prompt may name in place of tokens, bare vectors wrapped; None if there is nothing."""
+    """A prompt's embeddings; tensors become `MMEmbedding` objects."""
     if embeddings is None:
         return None
     text = prompt[0] if isinstance(prompt, tuple) and prompt else prompt
@@ -540,7 +512,7 @@ def _wrapped_embeddings(model: Model, prompt: Any, embeddings: Any) -> list[Any]
 
 
 def _stop_list(given: Any) -> list[Any]:
-    """What ends an answer: none, one or several."""
+    """Stop conditions as a list: none, one or several."""
     is_collection = isinstance(given, Iterable) and not isinstance(given, str | bytes)
     return [*given] if is_collection else [] if given is None else [given]
 
@@ -548,7 +520,7 @@ def _stop_list(given: Any) -> list[Any]:
 def _encode_chat(
     tokenizer: Tokenizer, text: str, chat_format: PromptFormat | None, embeddings: Any
 ) -> Tensor:
-    """The ids of a conversation; a format by name also says how its text is encoded."""
+    """The ids of a rendered conversation; a named prompt format also says how its text is encoded."""
     special = chat_format is None or chat_format.encode_special_tokens
     ids = tokenizer.encode(text, encode_special_tokens=special, embeddings=embeddings)
     bos = tokenizer.bos_token_id
@@ -558,27 +530,28 @@ def _encode_chat(
 
 
 def _normalized_messages(messages: Any) -> Any:
-    """A str as the user's message, and no content as an empty one: many templates would write None."""
+    """A str as a user message; content None becomes "", since many templates would write "None"."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if not isinstance(messages, list | tuple):
-        return messages  # those who render it say what is wrong
+        return messages  # rendering raises the error
     return [
-        {**one, "content": ""} if isinstance(one, Mapping) and one.get("content", "") is None else one
-        for one in messages
+        {**message, "content": ""}
+        if isinstance(message, Mapping) and message.get("content", "") is None
+        else message
+        for message in messages
     ]
 
 
 def _token_ids(result: StreamingResult) -> list[int]:
-    """The tokens behind the text of one result; often none."""
-    found: list[int] = result["token_ids"][0].tolist() if "token_ids" in result else []
-    return found
+    token_ids: list[int] = result["token_ids"][0].tolist() if "token_ids" in result else []
+    return token_ids
 
 
 def _completion(last: StreamingResult, tokens: Iterable[int]) -> Completion:
-    """A job's last result, in short."""
+    """A completion from a job's last result."""
     reason = last["eos_reason"]
-    assert reason != "error"  # raised where it was read
+    assert reason != "error"  # `JobGroup.next_result` raised the error
     return Completion(
         text=last["full_completion"],
         token_ids=tuple(tokens),

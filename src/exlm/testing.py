@@ -1,6 +1,7 @@
-"""Stand-ins to test generation with, shipped with the package: a tokenizer that needs no files, and a model
-that follows a script over a cache that cannot lie. They import no torch and nothing of the generator:
-whatever has the right attributes will do."""
+"""Fakes for tests of generation: a byte tokenizer, and a scripted model that checks every cache read.
+
+They import neither torch nor the generator: `SequenceView` says what a sequence must have.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class ByteTokenizer:
 
 
 class SequenceView(Protocol):
-    """What the fake model must know of a sequence."""
+    """The attributes of a sequence that `ScriptedRunner` reads."""
 
     @property
     def ids(self) -> list[int]:
@@ -31,15 +32,15 @@ class SequenceView(Protocol):
 
     @property
     def salt(self) -> bytes:
-        """Whatever else makes keys and values differ for equal ids."""
+        """What keys and values depend on besides ids."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Leading ids whose rows are valid."""
+        """Leading ids whose cache rows are valid."""
 
     @property
     def pages(self) -> list[int]:
-        """The pages that hold the rows."""
+        """The cache pages, in order."""
 
 
 Script = Callable[[Sequence[int]], Iterable[int]]
@@ -47,11 +48,11 @@ Script = Callable[[Sequence[int]], Iterable[int]]
 
 
 class ScriptedRunner:
-    """A model that follows a script, over a cache in which each row knows what it was computed from.
+    """A model runner that follows a script, over a cache in which each row records what it was computed from.
 
-    A row stands for the salt and all ids up to its own, exactly; so reading a row that does not belong to the
-    sequence (a wrong page, a stale share, a bad copy, rows never written) fails at once. `computed` lists the
-    length of each prefill, `copied` each copied row count, `steps` the rows of each decode.
+    A row stands for the salt and all ids up to its own, so that reading a row that does not belong to the
+    sequence (wrong page, stale page, bad copy, row never written) fails. `prefill_lengths`,
+    `copied_row_counts` and `decode_batch_sizes` have one entry for each such call.
     """
 
     def __init__(
@@ -70,40 +71,42 @@ class ScriptedRunner:
         self.copied_row_counts: list[int] = []
         self.decode_batch_sizes: list[int] = []
         self._rows: list[list[int]] = [[-1] * page_size for _ in range(num_pages)]
-        self._prefixes: list[tuple[int, int | bytes]] = []  # a row's number → the row before it, its own id
+        self._prefixes: list[
+            tuple[int, int | bytes]
+        ] = []  # by prefix number: the shorter prefix's number, the last id
         self._prefix_numbers: dict[tuple[int, int | bytes], int] = {}
 
     def copy_pages(self, copies: Iterable[tuple[int, int, int]]) -> None:
-        """Write the first rows of one page to another: (source, target, tokens)."""
+        """Copy the first rows of pages; each copy is (source, target, number of rows)."""
         for source, target, tokens in copies:
             self._rows[target][:tokens] = self._rows[source][:tokens]
             self.copied_row_counts.append(tokens)
 
     def prefill(self, sequence: SequenceView, start: int, stop: int) -> None:
-        """Compute the rows of a stretch of ids."""
+        """Compute the rows of the ids from `start` to `stop`."""
         self.prefill_lengths.append(stop - start)
         self._write(sequence, start, sequence.ids[start:stop])
 
     def decode(
         self, sequences: Sequence[SequenceView], past: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> list[Any]:
-        """Feed each sequence `tokens` after `past` ids; for each of them a list of scores, in one answer."""
+        """Compute `tokens` after the first `past` ids of each sequence; returns scores for every token."""
         self.decode_batch_sizes.append(len(sequences))
-        answers = []
-        for sequence, start, fed in zip(sequences, past, tokens, strict=True):
-            self._write(sequence, start, fed)
-            ids = [*sequence.ids[:start], *fed]
-            answers.append(self.wrap_scores([self._scores(ids[: start + n + 1]) for n in range(len(fed))]))
-        return answers
+        out = []
+        for sequence, start, new in zip(sequences, past, tokens, strict=True):
+            self._write(sequence, start, new)
+            ids = [*sequence.ids[:start], *new]
+            out.append(self.wrap_scores([self._scores(ids[: start + n + 1]) for n in range(len(new))]))
+        return out
 
     def invalidate_rows(self, sequence: SequenceView, start: int, stop: int) -> None:
-        """Leave rows in the state of a computation that failed halfway."""
+        """Make rows invalid, as a computation that failed halfway does."""
         for position in range(start, stop):
             page, row = divmod(position, self.page_size)
             self._rows[sequence.pages[page]][row] = -1
 
     def check_rows(self, sequence: SequenceView, upto: int) -> int:
-        """Read the first rows of a sequence; returns what the last one stands for."""
+        """Check the first `upto` rows of a sequence; returns the prefix number of the last one."""
         number = self._prefix_number(-1, sequence.salt)
         for position in range(upto):
             number = self._prefix_number(number, sequence.ids[position])
@@ -116,9 +119,9 @@ class ScriptedRunner:
                 )
         return number
 
-    def _write(self, sequence: SequenceView, start: int, fed: Iterable[int]) -> None:
+    def _write(self, sequence: SequenceView, start: int, tokens: Iterable[int]) -> None:
         number = self.check_rows(sequence, start)
-        for position, token in enumerate(fed, start):
+        for position, token in enumerate(tokens, start):
             number = self._prefix_number(number, token)
             page, row = divmod(position, self.page_size)
             self._rows[sequence.pages[page]][row] = number
@@ -130,11 +133,11 @@ class ScriptedRunner:
         return number
 
     def _prefix(self, number: int) -> list[int | bytes]:
-        """The salt and the ids that a row was computed from; empty for a row that never was."""
+        """The salt and the ids that a row was computed from; empty for a row that was never written."""
         prefix: list[int | bytes] = []
         while number >= 0:
-            number, fresh = self._prefixes[number]
-            prefix.append(fresh)
+            number, last = self._prefixes[number]
+            prefix.append(last)
         return prefix[::-1]
 
     def _scores(self, ids: list[int]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The generator in an event loop: steps run in a worker thread, a job is an async iterator of results."""
+"""`AsyncGenerator`: steps run in a worker thread, and each job is an async iterator of its results."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ END_OF_RESULTS = object()
 
 
 class AsyncGenerator:
-    """A `Generator` whose jobs are consumed with `async for`; made inside a running event loop.
+    """A `Generator` for asyncio: `async for` reads a job's results. Create it inside a running event loop.
 
-    When that loop has ended, as each `asyncio.run` ends its own, it goes on in the one of the next job.
+    When that loop is closed (`asyncio.run` closes its own), it moves to the event loop of the next job.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -26,18 +26,18 @@ class AsyncGenerator:
         self.generator = Generator(*arguments, **options)
         self.jobs: dict[int, AsyncJob] = {}
         self.results: ResultQueue = deque()
-        """Results of these jobs that were not consumed yet."""
+        """Results that were not passed to their jobs' queues yet."""
         self._closed = False
         self.iteration_task: asyncio.Task[None]
         self._bind_event_loop(asyncio.get_running_loop())
 
     def enqueue(self, job: AsyncJob) -> None:
-        """For old scripts: a job is queued when it is made, so there is nothing left to do."""
+        """Do nothing, for exllamav2 scripts: a job is queued when it is created."""
         if job.generator is not self:
             raise InputError("This job was made for another generator, which has it: make one for this.")
 
     async def cancel(self, job: AsyncJob) -> None:
-        """Drop a job and end its iteration; harmless for a finished one."""
+        """Drop a job and end its iteration; does nothing for a finished one."""
         job.cancelled = True
         async with self._step_lock:
             self.generator.cancel(job.job)
@@ -60,11 +60,11 @@ class AsyncGenerator:
         self.results.clear()
 
     def ensure_running(self) -> None:
-        """Run in the current event loop; jobs of a loop that was closed ended with it."""
+        """Move to the current event loop if the previous one is closed; its jobs ended with it."""
         bound_loop, loop = self.iteration_task.get_loop(), asyncio.get_running_loop()
         if self._closed or (bound_loop is loop and not self.iteration_task.done()):
             return
-        if bound_loop is loop:  # its tasks were cancelled; a step may have been cut short
+        if bound_loop is loop:  # its task was cancelled, perhaps in the middle of a step
             raise InputError("The task of this generator was cancelled: make another generator.")
         if not bound_loop.is_closed():
             raise InputError("This generator is at work in another event loop: make one for this loop.")
@@ -75,18 +75,18 @@ class AsyncGenerator:
 
     def _bind_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         self._has_jobs = asyncio.Event()
-        self._step_lock = asyncio.Lock()  # held while a step runs: the queue is not changed meanwhile
+        self._step_lock = asyncio.Lock()  # held while a step runs or the queue of jobs changes
         self.iteration_task = loop.create_task(self._run())
 
     async def submit(self, job: AsyncJob) -> None:
-        """Queue a job that was not cancelled meanwhile; one that cannot run raises here and is forgotten."""
+        """Queue a job, unless it was cancelled since; raises for one that cannot run."""
         async with self._step_lock:
             if self._closed:
                 raise InputError("This generator is closed: make another one.")
             if job.cancelled:
                 return
             if job.job.filters or job.job.stop_strings or job.job.banned_strings:
-                # Grammars are compiled and automata built for each job: that may take a third of a second.
+                # Compiling grammars and string automata may take a third of a second.
                 await asyncio.to_thread(self.generator.enqueue, job.job)
             else:
                 self.generator.enqueue(job.job)
@@ -119,7 +119,7 @@ class AsyncGenerator:
             job.queue.put_nowait(END_OF_RESULTS)
 
     def _fail_all(self, error: Exception) -> None:
-        """A step failed as a whole: every job ends with its error, and later jobs start afresh."""
+        """End every job with the error of a step that failed; later jobs are not affected."""
         self.generator.clear_queue()
         for job in self.jobs.values():
             job.queue.put_nowait(error)
@@ -131,7 +131,7 @@ class AsyncJob:
     """A job of an `AsyncGenerator`: `async for result in job`."""
 
     def __init__(self, generator: AsyncGenerator, *arguments: Any, **options: Any) -> None:
-        """The further arguments are those of `Job`; it is queued at once, or refused when iterated."""
+        """The further arguments are `Job`'s. It is queued at once; iterating raises if it was refused."""
         generator.ensure_running()
         self.generator = generator
         self.job = Job(*arguments, **options)
@@ -150,7 +150,7 @@ class AsyncJob:
         self.queue.put_nowait(END_OF_RESULTS)  # for another iteration of the same job
 
     async def cancel(self) -> None:
-        """Stop; an iteration that is waiting ends."""
+        """Drop the job and end its iteration."""
         await self.generator.cancel(self)
 
     async def _submit(self) -> None:

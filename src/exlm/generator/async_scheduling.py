@@ -1,9 +1,8 @@
 """Async scheduling: the next decode pass is launched before the host reads the tokens of the last one.
 
-The next pass takes the tokens from the device, where they were just sampled. The host makes text, stop
-conditions and results while the device computes. If a job has ended or joined in between, the pass is
-dropped: it has written keys and values only to positions that no sequence has reached, and a later pass
-overwrites them.
+The next pass reads the sampled tokens on the device. While it runs, the host detokenizes, checks stop
+conditions and builds results. If a job has ended or joined in between, the pass is dropped: it wrote keys and
+values only to positions that no sequence has reached, and a later pass overwrites them.
 """
 
 from __future__ import annotations
@@ -29,37 +28,32 @@ class InFlightDecode:
         self._past: list[int] = []
 
     def take(self, jobs: Sequence[Job]) -> Any:
-        """Logits of the pass, with a row at each job's `batch_row`; None, and it is dropped, if it is another
-        batch's.
+        """Logits of the pass in flight, a job's at its `batch_row`; None if it ran other jobs or tokens.
 
-        Pages need not be compared: the page that was written to belongs to its sequence alone until it is
-        full.
+        Pages need not be compared: a page that is not full belongs to one sequence.
         """
         logits, self._logits = self._logits, None
         if logits is None or (jobs != self._jobs and not self._contains_all(jobs)):
             return None
         past = self._past
-        return (
-            logits
-            if all([job.sequences[0].num_computed_tokens == past[job.batch_row] for job in jobs])
-            else None
-        )
+        up_to_date = all([job.sequences[0].num_computed_tokens == past[job.batch_row] for job in jobs])
+        return logits if up_to_date else None
 
     def launch_next(self, jobs: Sequence[Job], tokens: Any) -> None:
-        """Launch the pass that is fed these tokens (jobs,), which are still on the device.
+        """Launch the pass after `tokens` (jobs,), which are on the device; all jobs are simple.
 
-        For simple jobs; if all of them end with these tokens, nothing is launched.
+        Nothing is launched if these tokens reach every job's limit.
         """
         if not any(job.output.new_tokens + 1 < job.max_new_tokens for job in jobs):
             return
         sequences = [job.sequences[0] for job in jobs]
         self._past = [len(sequence.ids) for sequence in sequences]
         self._logits = self._runner.decode_next(sequences, self._past, tokens)
-        if jobs != self._jobs:  # else their rows are assigned
+        if jobs != self._jobs:  # otherwise the rows are already assigned
             self._jobs = list(jobs)
             for row, job in enumerate(jobs):
                 job.batch_row = row
 
     def _contains_all(self, jobs: Sequence[Job]) -> bool:
-        """Whether the pass is for all these jobs and for more."""
+        """Whether the pass ran all these jobs, and others."""
         return len(jobs) < len(self._jobs) and {*jobs} <= {*self._jobs}

@@ -1,4 +1,4 @@
-"""`Generator`, the public class: completes any number of prompts at once over one paged cache."""
+"""`Generator`, the public class: runs the jobs of any number of callers and threads over one paged cache."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ DRAFT_SHARES_CACHE = (
     "draft_cache is the model's own cache, where the draft model would write over what the model reads: give "
     "it one of its own, draft_cache=Cache(draft_model, max_seq_len=cache.max_seq_len)."
 )
-DROPPED = "The request was dropped before its end: the generator's queue was cleared."
-VOCAB_MULTIPLE = 32  # the old library's logits were a multiple of this wide
+QUEUE_CLEARED = "The request was dropped before its end: the generator's queue was cleared."
+VOCAB_MULTIPLE = 32  # exllamav2 padded the vocabulary to a multiple of this
 
 
 class Generator:
     """Runs any number of jobs in one continuous batch.
 
-    `cache.max_seq_len` is the budget in tokens for all of them together, a multiple of 256; prompts and their
-    completions stay in it for the next request to begin with. `max_queue` is how many jobs may wait to start,
-    None for any number. With `paged=False` one sequence runs at a time, over the same pages. At most
-    `num_draft_tokens` are drafted in a step: 4 by a draft model, and `max_q_size - 1` from n-grams.
-    Calls may come from several threads; one of them runs a step for all jobs, and the others wait for it.
+    `cache.max_seq_len` is the budget in tokens for all of them together, a multiple of 256; later prompts
+    with the same prefix reuse what is in the cache. At most `max_queue` jobs may be pending, None for any
+    number. With `paged=False` one sequence runs at a time. A step drafts at most `num_draft_tokens` for each
+    sequence, by default 4 with a draft model and `max_q_size - 1` with n-grams. Several threads may call it:
+    one of them runs a step for all jobs, and the others wait for it.
     `max_sampling_threads`, `min_sampling_threads` and `filter_background_eval` are accepted for old scripts.
     """
 
@@ -122,16 +122,15 @@ class Generator:
         )
         self._results: ResultQueue = deque()
         """Results that `iterate` returns: those of jobs that no call waits for."""
-        self._abandoned: deque[Job] = deque()  # to be cancelled before the next step, or the next look
-        # `with` takes and leaves it, so that Ctrl-C cannot come between taking it and the block.
+        self._abandoned: deque[Job] = deque()  # cancelled before the next step, or when jobs are counted
         self.lock = threading.RLock()
-        """Held during a step, and while the queue of jobs changes."""
+        """Held during a step, and while the queue of jobs changes; only in `with`, for Ctrl-C's sake."""
         self._in_step = False
-        self._last_writer: object = None  # who had written to the cache last when our last step ended
+        self._last_writer: object = None  # `cache.last_writer` at the end of our last step
 
     @property
     def pending_jobs(self) -> list[Job]:
-        """Jobs that wait."""
+        """Jobs that have not started."""
         return self._engine.scheduler.pending
 
     @property
@@ -141,7 +140,7 @@ class Generator:
 
     @property
     def num_pending_jobs(self) -> int:
-        """How many jobs wait."""
+        """How many jobs have not started."""
         return self._engine.scheduler.num_pending
 
     @property
@@ -151,21 +150,21 @@ class Generator:
 
     @property
     def pages(self) -> PageTable:
-        """The page table of the cache; to look at, not to change."""
+        """The page table of the cache; read only."""
         return self._engine.page_table
 
     def enqueue(self, job: Job | Sequence[Job]) -> int | list[int]:
-        """Queue one job or several; their serial numbers. Nothing runs yet."""
+        """Queue one job or several; returns the serial numbers. Nothing runs before the next step."""
         if isinstance(job, Job):
             return self._enqueue(job)
-        if not isinstance(job, list | tuple) or not all(isinstance(one, Job) for one in job):
+        if not isinstance(job, list | tuple) or not all(isinstance(item, Job) for item in job):
             raise InputError(f"A Job, or a list of them, can be enqueued; found {type(job).__name__}.")
-        return [self._enqueue(one) for one in job]
+        return [self._enqueue(item) for item in job]
 
     def iterate(self) -> list[Result]:
-        """Run a step for all jobs; the results of those that no other call waits for, earlier steps' first.
+        """Run a step for all jobs; returns the results of jobs that no other call waits for, oldest first.
 
-        Other threads wait for the step. [] if there is nothing to do.
+        Other threads wait for the step. [] if there are no jobs.
         """
         with self.lock:
             self._step()
@@ -173,21 +172,21 @@ class Generator:
             self._results.clear()
             return results
 
-    def step_unless_results(self, results: ResultQueue, owner: str = "generator") -> None:
-        """Run a step if `results`, the queue of some jobs, is empty; other threads wait for it meanwhile.
+    def step_unless_results(self, results: ResultQueue, caller: str = "generator") -> None:
+        """Run a step if `results`, the queue of some jobs, is empty; other threads wait for it.
 
-        A thread that had to wait mostly finds results of its own jobs then, and runs no step. Raises
-        InputError if no job is left that could give any, or in the middle of a step, as `owner`.
+        A thread that waited usually has results then, and runs no step. Raises InputError if there are
+        neither results nor jobs, or if a hook or filter calls it during a step (see `check_not_in_step`).
         """
         with self.lock:
             if results:
                 return
-            self._step(owner)
+            self._step(caller)
             if not (results or self._engine.busy):
-                raise InputError(DROPPED)
+                raise InputError(QUEUE_CLEARED)
 
     def cancel(self, job: Job) -> None:
-        """Drop a job, waiting or running, and its results that were not read. Harmless for a finished one."""
+        """Drop a job, pending or active, and its unread results. Does nothing for a finished one."""
         with self.lock:
             if job in self._engine.scheduler or job.result_queue is self._results:
                 job.cancelled = True
@@ -201,40 +200,40 @@ class Generator:
                 self.cancel(job)
 
     def cancel_later(self, jobs: Sequence[Job]) -> None:
-        """Drop jobs at the next call. A finaliser may call this at any moment, for it takes no lock."""
+        """Drop jobs at the next call. It takes no lock, so that a finaliser may call it at any moment."""
         self._abandoned.extend(jobs)
 
     def cancel_abandoned(self) -> None:
         """Drop the jobs given to `cancel_later`."""
         with self.lock:
-            while self._abandoned:  # Ctrl-C may come before a job has left the list: it is cancelled again
+            while self._abandoned:  # Ctrl-C before `popleft` only has a job cancelled twice
                 self.cancel(self._abandoned[0])
                 self._abandoned.popleft()
 
     def num_remaining_jobs(self) -> int:
-        """Jobs that wait or run, and those whose last result `iterate` has not returned yet."""
+        """Jobs that are pending or active, and those whose last result `iterate` has not returned yet."""
         with self.lock:
             self.cancel_abandoned()
-            unread = [result["eos"] and not result["job"].cancelled for result in self._results]
-            return self._engine.scheduler.num_unfinished + sum(unread)
+            unread = sum(result["eos"] and not result["job"].cancelled for result in self._results)
+            return self._engine.scheduler.num_unfinished + unread
 
-    def check_not_in_step(self, owner: str) -> None:
-        """Raise InputError if this is called by a hook or a filter of a job, in the middle of a step."""
+    def check_not_in_step(self, caller: str) -> None:
+        """Raise InputError if a hook or a filter calls this during a step; `caller` is named in the error."""
         with self.lock:  # held by the thread that runs the step
             if self._in_step:
                 raise InputError(
-                    f"A hook or a filter asks the {owner} that waits for it: make another {owner} for that, "
-                    "or ask later. It may enqueue and cancel jobs."
+                    f"A hook or a filter asks the {caller} that waits for it: make another {caller} for "
+                    "that, or ask later. It may enqueue and cancel jobs."
                 )
 
     def max_sequence_length(self, num_sequences: int = 1) -> int:
-        """How long, prompt and answer together, so many sequences of one job may become in an empty cache."""
+        """The maximum length of each of `num_sequences` sequences of one job in an empty cache."""
         return min(self.max_seq_len, self.max_pages // num_sequences * self.page_size)
 
     def cap_new_tokens(self, prompts: Sequence[Any], max_new_tokens: Any) -> Any:
-        """`max_new_tokens`, or with a warning as many as the model's length leaves behind (1, n) prompts.
+        """`max_new_tokens`, or with a warning what the model's length leaves after a job's (1, n) prompts.
 
-        The prompts are those of one job. A prompt that fills the length by itself is refused.
+        A prompt that leaves nothing is refused.
         """
         prompt = max(ids.shape[-1] for ids in prompts)
         if not isinstance(max_new_tokens, Integral) or prompt + int(max_new_tokens) <= self.max_seq_len:
@@ -253,23 +252,23 @@ class Generator:
         return left
 
     def reset_page_table(self) -> None:
-        """Forget every cached prompt."""
+        """Empty the prefix cache."""
         with self.lock:
             if remaining := self._engine.scheduler.num_unfinished:
                 raise InputError(f"{remaining} jobs use the cache: finish or clear them first.")
             self._engine.page_table.clear_prefix_cache()
 
     def set_loras(self, loras: Any) -> None:
-        """The adapters of jobs enqueued from now on that name none themselves: one, a list, or None.
+        """Set the adapters, one, a list or None, of jobs enqueued from now on that name none themselves.
 
-        Jobs that wait or run keep theirs, and prompts are reused only by jobs with the same adapters.
+        Jobs already enqueued keep theirs. Only jobs with the same adapters share cached prompts.
         """
-        listed = loras if isinstance(loras, list) else [] if loras is None else [loras]
-        self.model.make_extras([], listed)  # refuses what is no adapter of this model
-        self._engine.default_loras = self.current_loras = listed or None
+        adapters = loras if isinstance(loras, list) else [] if loras is None else [loras]
+        self.model.make_extras([], adapters)  # raises for what is no adapter of this model
+        self._engine.default_loras = self.current_loras = adapters or None
 
     def warmup(self) -> None:
-        """Generate a little, so that kernels are ready; the cache forgets it."""
+        """Generate 32 tokens, so that kernels are compiled, and empty the prefix cache."""
         self.generate("Once upon a time,", max_new_tokens=32)
         self.reset_page_table()
 
@@ -296,12 +295,12 @@ class Generator:
     ) -> Any:
         """Complete one prompt or several at once; returns when all are finished.
 
-        A str gives a str, a list a list in the same order; a pair of prompts (wanted, unwanted) is guided by
-        `cfg_scale`. Prompt i uses seed + i. Nothing but `stop_conditions` and the limit ends a text; a limit
-        beyond the model's length is lowered to it, with a warning. With
-        `return_last_results` the answer is (completions, the last result of each job). A set `abort_event`
-        drops the jobs and returns None; a job that fails drops the others and raises. Further arguments are
-        `Job`'s; what it does not know either is ignored, with a warning.
+        A str gives a str, a list a list in the same order; a pair (positive, negative) is guided by
+        `cfg_scale`. Prompt i uses seed + i. Only `stop_conditions`, filters and the limit end a text; a limit
+        beyond the model's length is lowered to it, with a warning. With `return_last_results` it returns
+        (completions, last result of each job). A set `abort_event` drops the jobs and returns None; a job
+        that fails drops the others and raises. Further arguments are `Job`'s; an argument that `Job` does not
+        have either is ignored with a warning.
         """
         known = {*argument_names(self.generate), *JOB_ARGUMENTS} - {"input_ids"}
         job_arguments = drop_unknown("generate()", job_arguments, known)
@@ -316,12 +315,9 @@ class Generator:
             "token_healing": token_healing,
             "banned_strings": materialize(banned_strings),
         } | job_arguments
-        count, one_for_all = len(prompts), gen_settings is None or isinstance(gen_settings, Settings)
-        settings = (
-            [gen_settings] * count if one_for_all else one_per_prompt(gen_settings, count, "gen_settings")
-        )
+        count = len(prompts)
         per_prompt: dict[str, list[Any]] = {
-            "gen_settings": settings,
+            "gen_settings": one_per_prompt(gen_settings, count, "gen_settings"),
             "filters": [filters] if single else one_per_prompt(filters, count, "filters"),
             "embeddings": self._wrap_embeddings(prompts, embeddings, single),
             "seed": [seed + i if isinstance(seed, Integral) else seed for i in range(count)],
@@ -339,23 +335,23 @@ class Generator:
             ("" if completion_only else prompt_texts(single_prompt)[0]) + result["full_completion"]
             for single_prompt, result in zip(prompts, last, strict=True)
         ]
-        answer: Any = texts[0] if single else texts
-        return (answer, last[0] if single else last) if return_last_results else answer
+        completions: Any = texts[0] if single else texts
+        return (completions, last[0] if single else last) if return_last_results else completions
 
     def _encode(self, prompt: Any, add_bos: bool, special: bool, embeddings: list[Any]) -> list[Any]:
-        """The ids of a prompt, or of both halves of a pair."""
+        """The ids of a prompt, or of both prompts of a pair."""
         options = {"embeddings": embeddings} if embeddings else {}
         return [
-            self.tokenizer.encode(half, add_bos=add_bos, encode_special_tokens=special, **options)
-            for half in prompt_texts(prompt)
+            self.tokenizer.encode(text, add_bos=add_bos, encode_special_tokens=special, **options)
+            for text in prompt_texts(prompt)
         ]
 
     def _wrap_embeddings(self, prompts: list[Any], given: Any, single: bool) -> list[Any]:
-        """What each prompt may name, bare vectors wrapped."""
-        lists = [given] if single else one_per_prompt(given, len(prompts), "embeddings")
+        """Each prompt's embeddings; tensors become `MMEmbedding` objects."""
+        per_prompt = [given] if single else one_per_prompt(given, len(prompts), "embeddings")
         return [
-            [] if own is None else self.model.wrap_embeddings(prompt_texts(prompt)[0], own)
-            for prompt, own in zip(prompts, lists, strict=True)
+            [] if embeddings is None else self.model.wrap_embeddings(prompt_texts(prompt)[0], embeddings)
+            for prompt, embeddings in zip(prompts, per_prompt, strict=True)
         ]
 
     def _run_to_end(self, jobs: list[Job], abort: threading.Event | None) -> list[StreamingResult] | None:
@@ -386,10 +382,10 @@ class Generator:
                 job.result_queue = self._results
             return serial
 
-    def _step(self, owner: str = "generator") -> None:
+    def _step(self, caller: str = "generator") -> None:
         """Run a step, if there are jobs, and put each result into its job's queue."""
         if self._in_step:
-            self.check_not_in_step(owner)
+            self.check_not_in_step(caller)
         if self._abandoned:
             self.cancel_abandoned()
         if not self._engine.scheduler.num_unfinished:
@@ -409,7 +405,7 @@ class Generator:
             self._last_writer = self.cache.last_writer
 
     def _fail_overwritten(self) -> list[Result]:
-        """Another caller has written to the cache: running jobs fail, pending jobs stay queued."""
+        """Fail the active jobs after another caller has written to the cache; pending jobs stay queued."""
         out: list[Result] = []
         for job in self.active_jobs:
             self._engine.cancel(job)
@@ -440,27 +436,27 @@ class Generator:
 
 
 class JobGroup:
-    """Jobs that one call runs to their ends: they share a result queue and are cancelled together."""
+    """Jobs that one call runs to completion: they share a result queue and are cancelled together."""
 
-    def __init__(self, generator: Generator, jobs: Sequence[Job], owner: str = "generator") -> None:
-        """`owner` is what an error calls the generator if a hook calls it in the middle of a step."""
+    def __init__(self, generator: Generator, jobs: Sequence[Job], caller: str = "generator") -> None:
+        """`caller` is what an error calls the generator if a hook calls it during a step."""
         self.unfinished = set(jobs)
         """Jobs whose last result was not read yet."""
-        self._generator, self._jobs, self._owner = generator, jobs, owner
+        self._generator, self._jobs, self._caller = generator, jobs, caller
         self._results: ResultQueue = deque()
         for job in jobs:
             job.result_queue = self._results
 
     def enqueue(self) -> None:
-        """Queue all of them. The caller cancels the group, also if this raises."""
-        self._generator.check_not_in_step(self._owner)
+        """Queue all jobs. Cancel the group even if this raises."""
+        self._generator.check_not_in_step(self._caller)
         for job in self._jobs:
             self._generator.enqueue(job)
 
     def next_result(self) -> Result | None:
-        """The next result; None if there was none and a step brought none. Raises a failed job's error."""
+        """The next result, after a step if necessary; None if it gave none. Raises a failed job's error."""
         if not self._results:
-            self._generator.step_unless_results(self._results, self._owner)
+            self._generator.step_unless_results(self._results, self._caller)
         while self._results:
             result = self._results.popleft()
             if result["job"].cancelled:
@@ -471,7 +467,7 @@ class JobGroup:
                     raise result["error"]
             return result
         if any(job.cancelled for job in self.unfinished):
-            raise InputError(DROPPED)
+            raise InputError(QUEUE_CLEARED)
         return None
 
     def cancel(self) -> None:
@@ -480,5 +476,5 @@ class JobGroup:
         self._generator.cancel_abandoned()
 
     def abandon(self) -> None:
-        """Drop them at the next call of the generator; for finalisers."""
+        """Drop the jobs at the generator's next call; for finalisers."""
         self._generator.cancel_later(self._jobs)

@@ -1,4 +1,4 @@
-"""One request: what was asked, checked at construction, and what has happened to it so far."""
+"""`Job`: a request, its arguments checked at construction, and its state while it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TokenizerLike(Protocol):
         ...
 
     def detokenizer(self, decode_special_tokens: bool = False, continues: bool = False) -> Any:
-        """Ids to text as they arrive."""
+        """A streaming detokenizer."""
         ...
 
     def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
@@ -48,7 +48,7 @@ class TokenizerLike(Protocol):
 
     @property
     def extended_id_to_piece(self) -> Any:
-        """What special tokens stand for."""
+        """The texts of special tokens."""
         ...
 
 
@@ -91,12 +91,12 @@ class Job:
 
     `input_ids` is a (1, n) tensor of ids in system memory, or a pair of them for classifier-free guidance.
     Everything else is as in `Generator.generate`. Later changes of `gen_settings`' fields take effect at the
-    next token, but its hooks are those that were there when the job was enqueued. Until there are
-    `min_new_tokens` stop tokens are not sampled, but a filter may end the text. Jobs with different `salt`,
-    such as those of different tenants, never share what the cache holds. `embeddings` are the `MMEmbedding`
-    objects whose ids the prompt holds (nothing is drafted then). `loras` are the adapters it runs
-    with, one or a list, each perhaps as a pair with its strength; None are the generator's, [] is none.
-    `speculative=False` drafts nothing, whatever the generator could.
+    next token, except for hooks, which are fixed when the job is enqueued. Before `min_new_tokens`, stop
+    tokens are not sampled, but a filter may end the text. Jobs with different `salt`, such as those of
+    different tenants, never share cached pages. `embeddings` are the `MMEmbedding` objects whose ids the
+    prompt contains; they disable speculative decoding, and so does `speculative=False`. `loras` are the
+    adapters to run with, one or a list, each optionally paired with its strength; None means the generator's
+    adapters, [] none.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class Job:
         self.decode_special_tokens = decode_special_tokens
         self.return_top_tokens = _whole_number("return_top_tokens", return_top_tokens, 0)
         self.return_logits, self.return_probs = return_logits, return_probs
-        self.filters, self.filter_prefer_eos = _filter_tuple(filters), filter_prefer_eos
+        self.filters, self.filter_prefer_eos = filter_tuple(filters), filter_prefer_eos
         self.banned_strings = _banned_string_tuple(materialize(banned_strings) or ())
         self.token_healing = bool(token_healing) and all(map(_can_heal, self.prompts))
         self.identifier, self.embeddings, self.loras = identifier, tuple(embeddings or ()), loras
         self.cache_key_parts = {"salt": _salt_bytes(salt)}
-        """What the keys and values depend on besides ids, by name; complete before it is enqueued."""
+        """What the keys and values depend on besides ids, by name; fixed when the job is enqueued."""
         self._check()
         healed = 1 if self.token_healing else 0
         self.sequences: list[TokenSequence] = [
@@ -161,7 +161,6 @@ class Job:
         self._pieces: Sequence[str] = ()
 
     def __repr__(self) -> str:
-        """The serial number, once it has one."""
         return f"Job #{self.serial_number}" if self.serial_number >= 0 else "Job (new)"
 
     def set_cache_salt(self, shared: Mapping[str, bytes]) -> None:
@@ -378,7 +377,7 @@ JOB_ARGUMENTS = argument_names(Job)
 
 
 def materialize(values: Any) -> Any:
-    """A list of what can be read only once, such as a generator expression, or is an array; else as it is."""
+    """Iterators, which can be read only once, and arrays as lists; other values unchanged."""
     if hasattr(values, "dtype"):
         return values.tolist()
     return [*values] if isinstance(values, Iterator) else values
@@ -390,13 +389,15 @@ def split_stop_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[in
         raise InputError(f"stop_conditions must be a list of ids and strings, found {conditions!r}.")
     tokens: set[int] = set()
     strings: list[str] = []
-    for one in conditions:
-        if isinstance(one, str):
-            strings.append(one)
-        elif isinstance(one, Integral) and not isinstance(one, bool):
-            tokens.add(int(one))
+    for condition in conditions:
+        if isinstance(condition, str):
+            strings.append(condition)
+        elif isinstance(condition, Integral) and not isinstance(condition, bool):
+            tokens.add(int(condition))
         else:
-            raise InputError(f"Unsupported type in stop_conditions: {one!r}; use token ids and strings.")
+            raise InputError(
+                f"Unsupported type in stop_conditions: {condition!r}; use token ids and strings."
+            )
     return frozenset(tokens), tuple(string for string in strings if string)
 
 
@@ -406,19 +407,19 @@ def _wall_clock(moment: float | None) -> float | None:
 
 
 def _salt_bytes(given: str | bytes | None) -> bytes:
-    """A number is refused: 0 would be no salt at all."""
+    """A salt as bytes. A number is refused, because 0 would count as no salt."""
     if given is not None and not isinstance(given, str | bytes):
         raise InputError(f"salt must be a text or bytes, found {given!r}: write {str(given)!r}.")
     return given.encode("utf-8", "surrogatepass") if isinstance(given, str) else given or b""
 
 
 def _can_heal(prompt: tuple[int, ...]) -> bool:
-    """Whether the last id can be taken back: others are left, and it has a text, unlike a vector."""
+    """Whether the last token can be sampled again: it is not the only one, and not an embedding."""
     return len(prompt) > 1 and prompt[-1] < EMBEDDING_INDEX
 
 
 def _prompt_ids(prompt: Any) -> tuple[int, ...]:
-    """The numbers of a (1, n) tensor in system memory."""
+    """The ids of a (1, n) tensor in system memory."""
     shape = getattr(prompt, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != 1:
         raise InputError("input_ids must be a [1, seq_len] tensor, or a list of such tensors.")
@@ -438,7 +439,8 @@ def _whole_number(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _filter_tuple(filters: Any) -> tuple[Any, ...]:
+def filter_tuple(filters: Any) -> tuple[Any, ...]:
+    """A list of filters, or None, as a tuple."""
     if filters is not None and not isinstance(filters, list | tuple):
         raise InputError(f"filters must be a list, found {type(filters).__name__}: write [filter].")
     return tuple(filters or ())

@@ -1,6 +1,6 @@
-"""The results that a user receives from `iterate()`: typed dicts, made here from the engine's values.
+"""Results as users receive them from `iterate()`: typed dicts, and the tensors in them.
 
-No other module of this package makes tensors.
+All tensor code of this package is here: the logits that the sampler gets, and what it returns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StartedResult(TypedDict):
 
 
 class PrefillResult(TypedDict):
-    """A part of a prompt was computed, copied or found in the cache."""
+    """Progress of a prompt: tokens were computed, copied or found in the cache."""
 
     job: Job
     stage: Literal["prefill"]
@@ -45,7 +45,7 @@ class PrefillResult(TypedDict):
 
 
 class StreamingResult(TypedDict):
-    """One sampled token; `text` and the tensors are there only if something is emitted."""
+    """One sampled token; `text` and the tensors are present only if something is emitted."""
 
     job: Job
     stage: Literal["streaming"]
@@ -79,7 +79,7 @@ class StreamingResult(TypedDict):
 
 
 class CommonFields(TypedDict):
-    """The fields that are the same in all streaming results of a job; made once."""
+    """The fields that are equal in all streaming results of a job; created once."""
 
     stage: Literal["streaming"]
     eos: bool
@@ -105,30 +105,29 @@ class SampledToken(NamedTuple):
 
 
 class LegacyTokenIds:
-    """Ids as old scripts read them from a job: `job.sequences[0].input_ids.torch()`. A copy."""
+    """A copy of ids as exllamav2 scripts read them from a job: `job.sequences[0].input_ids.torch()`."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = torch.tensor([ids], dtype=torch.long)
 
     def __len__(self) -> int:
-        """How many there are."""
         return self._ids.shape[1]
 
     def torch(self) -> Tensor:
-        """All of them, (1, n)."""
+        """All ids, (1, n)."""
         return self._ids
 
     def torch_slice(self, a: int | None, b: int | None) -> Tensor:
-        """Those from `a` to before `b`, (1, n)."""
+        """The ids `a:b`, (1, n)."""
         return self._ids[:, a:b]
 
     def slice(self, a: int | None, b: int | None) -> Tensor:
-        """The same as a copy."""
+        """A copy of the ids `a:b`, (1, n)."""
         return self._ids[:, a:b].clone()
 
 
 class JobTokenSequence(TokenSequence):
-    """A sequence of a job, whose ids old scripts read as tensors."""
+    """A job's sequence, whose ids exllamav2 scripts read as tensors."""
 
     def __init__(self, ids: list[int], max_length: int) -> None:
         super().__init__(ids, max_length=max_length)
@@ -171,7 +170,7 @@ def common_fields(job: Job) -> CommonFields:
 
 
 def simple_result(job: Job, text: str, token_ids: Tensor) -> StreamingResult:
-    """A sampled token that is emitted at once, its id given as a (1, 1) tensor."""
+    """A sampled token that is emitted immediately; `token_ids` is its id, (1, 1)."""
     result: StreamingResult = {"job": job, **job.common_fields}  # type: ignore[typeddict-item]
     if text:
         result["text"] = text
@@ -180,7 +179,7 @@ def simple_result(job: Job, text: str, token_ids: Tensor) -> StreamingResult:
 
 
 def streaming_result(job: Job, text: str = "", emitted: Sequence[SampledToken] = ()) -> StreamingResult:
-    """A sampled token and what it emits, perhaps nothing."""
+    """A sampled token, with the text and tokens that it releases."""
     result: StreamingResult = {"job": job, **job.common_fields}  # type: ignore[typeddict-item]
     if text:
         result["text"] = text
@@ -217,7 +216,7 @@ def stop_result(
 
 
 def error_result(job: Job, error: Exception) -> StreamingResult:
-    """The last result of a job that failed; the others continue."""
+    """The last result of a job that failed."""
     result = streaming_result(job)
     result["eos"] = True
     result["eos_reason"] = "error"
@@ -232,31 +231,29 @@ def add_draft_counts(job: Job, result: StreamingResult) -> None:
 
 
 def token_tensors(sampled: Sequence[SampledToken]) -> dict[str, Tensor]:
-    """(1, n) tensors of what was asked for; nothing for no tokens."""
+    """The (1, n) tensors that the job requested; {} without tokens."""
     if not sampled:
         return {}
-    out = {"token_ids": torch.tensor([[one.token for one in sampled]])}
+    out = {"token_ids": torch.tensor([[s.token for s in sampled]])}
     if sampled[0].prob is not None:
-        out["token_probs"] = torch.tensor([[one.prob for one in sampled]])
+        out["token_probs"] = torch.tensor([[s.prob for s in sampled]])
     if sampled[0].top_tokens is not None:
-        out["top_k_tokens"] = torch.tensor([[list(one.top_tokens or ()) for one in sampled]])
-        out["top_k_probs"] = torch.tensor([[list(one.top_probs or ()) for one in sampled]])
+        out["top_k_tokens"] = torch.tensor([[list(s.top_tokens or ()) for s in sampled]])
+        out["top_k_probs"] = torch.tensor([[list(s.top_probs or ()) for s in sampled]])
     if sampled[0].logits is not None:
-        out["logits"] = (
-            torch.stack([one.logits for one in sampled if one.logits is not None])[None].float().cpu()
-        )
+        out["logits"] = torch.stack([s.logits for s in sampled if s.logits is not None])[None].float().cpu()
     return out
 
 
 def logits_of_jobs(logits: Any, jobs: Sequence[Job], position: int) -> Tensor:
-    """The logits of some of a batch's jobs at one of the positions that were fed.
+    """The logits of some jobs of a batch at one position of the pass; a pair's two rows are adjacent.
 
-    A pair's two halves are next to each other. `logits` is (sequences, tokens, vocabulary), or a list of
-    (tokens, vocabulary) where sequences were fed differently.
+    `logits` is (sequences, tokens, vocabulary), or a list of (tokens, vocabulary) where sequences had
+    different numbers of tokens.
     """
     if isinstance(logits, Tensor) and logits.shape[0] == len(jobs):
         return logits[:, position]
-    batch_rows = [job.batch_row + half for job in jobs for half in range(len(job.sequences))]
+    batch_rows = [job.batch_row + i for job in jobs for i in range(len(job.sequences))]
     return torch.stack([logits[row][position] for row in batch_rows])
 
 
@@ -268,10 +265,10 @@ def mask_tensor(mask: Any) -> Tensor | None:
 def sample_all_positions(
     sampler: Sampler, logits: Any, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]
 ) -> dict[int, list[tuple[int, Tensor]]] | None:
-    """Each job's token at every position of a pass, with its id tensor; None if one may depend on those
-    before.
+    """Each job's token at every position of a pass, with its id tensor, by `id(job)`.
 
-    None as well if anything fails: sampling position by position then finds the job that failed.
+    None if a token may depend on those before it, or if sampling fails: sampling position by position then
+    finds the job that failed.
     """
     try:
         if not all([job.is_stateless_greedy for job in jobs]):
@@ -295,7 +292,7 @@ def sample_all_positions(
 
 
 def sampled_tokens(output: SamplerOutput, jobs: Sequence[Job], logits: Tensor) -> list[SampledToken]:
-    """The sampled token of each job with the details it asked for; only requested tensors are fetched."""
+    """The sampled token of each job with the details it requested; only requested tensors are fetched."""
     probs = output.probs.tolist() if any(job.sampling_request.return_probs for job in jobs) else None
     top_tokens = output.top_tokens.tolist() if output.top_tokens is not None else None
     top_probs = output.top_probs.tolist() if output.top_probs is not None else None
@@ -317,7 +314,7 @@ def sampled_tokens(output: SamplerOutput, jobs: Sequence[Job], logits: Tensor) -
 
 
 def token_id_tensors(tokens: list[int]) -> Sequence[Tensor]:
-    """Each token as the (1, 1) tensor that users get."""
+    """Each token as a (1, 1) tensor."""
     ids = torch.tensor(tokens)
     return (ids.view(1, 1),) if len(tokens) == 1 else ids.view(-1, 1, 1).unbind()
 

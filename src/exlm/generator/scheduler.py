@@ -236,7 +236,7 @@ class Scheduler(Generic[J]):
         return was_pending
 
     def reset_after_interrupt(self) -> bool:
-        """Once no job is left, repair what an interrupt (Ctrl-C) left inconsistent; False while jobs remain.
+        """Repair what an interrupt (Ctrl-C) left inconsistent; while there are jobs, only return False.
 
         The prefix cache is kept if it is consistent.
         """

@@ -1,7 +1,7 @@
-"""The stop-string buffer: sampled tokens whose text is not emitted yet, and the search for strings in it.
+"""The stop-string buffer: sampled tokens whose text is not emitted yet, searched for stop and banned strings.
 
-It finds stop strings and banned strings, counts the tokens that can no longer be part of one, and can rewind
-to before any token it holds. Offsets count from the first character in the buffer.
+It finds both, counts the tokens that can no longer be part of one, and can rewind to before any token that it
+holds. Offsets count from the first character in the buffer.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ class _ScanState(NamedTuple):
     """The state of the search between two tokens; of the cursors' lengths only differences matter."""
 
     at_char_boundary: bool  # no character is incomplete
-    visible: MatcherCursor  # through the text as it is shown, looking for stop strings
-    with_special: MatcherCursor  # the same with the hidden tokens' text
-    casefolded: MatcherCursor  # through the shown text without case, looking for banned strings
-    num_releasable: int = 0  # tokens, counted from the first ever held, that no match can reach any more
+    visible: MatcherCursor  # search for stop strings in the visible text
+    with_special: MatcherCursor  # the same with the text of hidden special tokens
+    casefolded: MatcherCursor  # search for banned strings in the casefolded visible text
+    num_releasable: int = 0  # tokens, counted from the first ever held, that no match can include any more
 
 
 class _HeldToken(NamedTuple):
     """A token whose text is not emitted yet."""
 
     token_id: int
-    text: str  # what it added to the visible text, often with the rest of a character begun before
-    special_text: str  # what it stands for, if that is not shown
+    text: str  # its visible text, including a character that earlier tokens began
+    special_text: str  # the text of a special token that the detokenizer hides
     state_before: _ScanState
-    detokenizer_before: Detokenizer | None  # kept where a rewind can happen
+    detokenizer_before: Detokenizer | None  # None if there are no banned strings to rewind for
 
 
 class StringMatches(NamedTuple):
-    """What the newest text completes: a stop string as shown, or as spelled, or a banned string."""
+    """Strings that the newest token completes: stop strings without and with hidden text, a banned string."""
 
     visible: Match | None
     with_special: Match | None
@@ -42,7 +42,7 @@ class StringMatches(NamedTuple):
 
 
 class StopMatch(NamedTuple):
-    """Where a stop string begins in the held text, which one, and the text from there on."""
+    """Where a stop string begins in the held text, the string, and the text from there on."""
 
     offset: int
     string: str
@@ -50,7 +50,7 @@ class StopMatch(NamedTuple):
 
 
 class RewoundTokens(NamedTuple):
-    """Tokens taken back, and their text."""
+    """Tokens that were removed, and their text."""
 
     tokens: tuple[int, ...]
     text: str
@@ -62,18 +62,18 @@ class StopStringBuffer:
     def __init__(
         self, detokenizer: Detokenizer, stop_strings: StringMatcher, banned_strings: StringMatcher
     ) -> None:
-        """`banned_strings` are casefolded; without any, nothing is kept for a rewind."""
+        """`banned_strings` are casefolded; without them no checkpoints are kept."""
         self.detokenizer = detokenizer
         self.can_rewind = bool(banned_strings)
         self._stop_strings = stop_strings
         self._banned_strings = banned_strings
         self._has_strings = bool(stop_strings) or self.can_rewind
         self._tokens: list[_HeldToken] = []
-        self._num_released = 0  # how many were held and released
+        self._num_released = 0
         self._state = _ScanState(True, MatcherCursor(), MatcherCursor(), MatcherCursor())
         self._detokenizer_checkpoint = (
             detokenizer.copy() if self.can_rewind else None
-        )  # the stream before the next token
+        )  # before the next token
 
     def __len__(self) -> int:
         """How many tokens are held."""
@@ -81,15 +81,15 @@ class StopStringBuffer:
 
     @property
     def text(self) -> str:
-        """The visible text of all of them, without an incomplete character."""
+        """The visible text of all held tokens, without an incomplete character."""
         return "".join([token.text for token in self._tokens])
 
     def with_stop_strings(self, stop_strings: StringMatcher) -> StopStringBuffer:
-        """The same for other stop strings; only while nothing is held."""
+        """A buffer with other stop strings; only while no token is held."""
         return StopStringBuffer(self.detokenizer, stop_strings, self._banned_strings)
 
     def can_emit_now(self, text: str) -> bool:
-        """Whether a token that the detokenizer has just read as this text can be emitted at once."""
+        """Whether the token that the detokenizer has just decoded as `text` can be emitted immediately."""
         if self._tokens or self.detokenizer.pending:
             return False
         if self._has_strings:
@@ -102,12 +102,12 @@ class StopStringBuffer:
         return True
 
     def append(self, token_id: int, text: str, special_text: str = "") -> StringMatches:
-        """Hold a token that the detokenizer has just read as this text, and look for strings it completes."""
+        """Hold the token that the detokenizer has just decoded as `text`; the strings that it completes."""
         state = self._state
         visible, visible_match = self._stop_strings.scan(state.visible, text)
         if special_text or state.with_special.state != state.visible.state:
             with_special, special_match = self._stop_strings.scan(state.with_special, special_text + text)
-        else:  # the same state and the same text: they go on alike
+        else:  # equal states and equal texts have equal successors
             with_special, special_match = (
                 MatcherCursor(state.with_special.length + len(text), visible.state),
                 None,
@@ -121,7 +121,7 @@ class StopStringBuffer:
         return StringMatches(visible_match, special_match, banned)
 
     def first_stop(self, matches: StringMatches) -> StopMatch | None:
-        """The first place where a stop string ends the text; with hidden text first, which is longer."""
+        """The stop string that begins first; of two that begin together, the one found with hidden text."""
         stops = []
         if matches.with_special is not None:
             full_text = "".join([token.special_text + token.text for token in self._tokens])
@@ -136,19 +136,19 @@ class StopStringBuffer:
             stops.append(
                 StopMatch(start, visible_text[start : start + matches.visible.length], visible_text[start:])
             )
-        return min(stops, key=lambda cut: cut.offset, default=None)
+        return min(stops, key=lambda stop: stop.offset, default=None)
 
     def offset_of_banned(self, banned: Match) -> int:
         """Where a banned string starts."""
         token = self._tokens[self._token_index_at(banned.start)]
         inside = banned.start - token.state_before.casefolded.length
-        letters = 0
-        while (inside := inside - len(token.text[letters].casefold())) >= 0:  # folding may lengthen
-            letters += 1
-        return token.state_before.visible.length - self._tokens[0].state_before.visible.length + letters
+        characters = 0
+        while (inside := inside - len(token.text[characters].casefold())) >= 0:  # folding may lengthen
+            characters += 1
+        return token.state_before.visible.length - self._tokens[0].state_before.visible.length + characters
 
     def rewind(self, banned: Match) -> RewoundTokens:
-        """Drop the token in which a banned string begins and all after it."""
+        """Remove the token in which a banned string begins, and all tokens after it."""
         index = self._token_index_at(banned.start)
         first = self._tokens[index]
         if banned.start < first.state_before.casefolded.length + len(first.text[0].casefold()):
@@ -163,7 +163,7 @@ class StopStringBuffer:
         return RewoundTokens(tuple([token.token_id for token in dropped]), text)
 
     def release(self) -> tuple[str, int]:
-        """Let go of the tokens that no string and no character under way can reach: their text, how many."""
+        """Remove the tokens that no unfinished match or character includes; their text and number."""
         self._flush_incomplete_char()
         self._state = self._count_releasable(len(self._tokens), self._state)
         count = self._state.num_releasable - self._num_released
@@ -173,10 +173,10 @@ class StopStringBuffer:
         return text, count
 
     def _count_releasable(self, index: int, state: _ScanState) -> _ScanState:
-        """Work out how many tokens are settled at the mark before the token at `index`.
+        """`state`, which is that before the token at `index`, with `num_releasable`.
 
-        What a token has ruled out is possible again once it is taken back, so where going back may lead
-        decides. The furthest place speaks for all: whatever is open later was open there, as far as it got.
+        A rewind makes matches possible again that the removed tokens had ruled out. So the earliest position
+        that a rewind may reach decides: a match that is open later was open there as well.
         """
         visible, with_special = (
             self._stop_strings.num_final(state.visible),
@@ -199,7 +199,7 @@ class StopStringBuffer:
         return state._replace(num_releasable=self._num_released + count)
 
     def _flush_incomplete_char(self) -> None:
-        """Half a character that was not continued is the text of the tokens before, which need not wait."""
+        """Give the U+FFFD of a character that was not completed to the token before the newest."""
         newest = self._tokens[-1]
         if newest.state_before.at_char_boundary or not newest.text.startswith(REPLACEMENT):
             return
@@ -216,14 +216,17 @@ class StopStringBuffer:
         self._tokens[-1] = newest._replace(text=newest.text[1:], state_before=before)
 
     def _token_index_at(self, casefolded_offset: int) -> int:
-        """The token that added a letter of the folded text."""
+        """The index of the token that added a character of the casefolded text."""
         index = len(self._tokens) - 1
         while self._tokens[index].state_before.casefolded.length > casefolded_offset:
             index -= 1
         return index
 
     def _visible_offset(self, special_offset: int) -> int:
-        """Where a letter of the spelled text is in the shown text; a hidden one is where the next text is."""
+        """The offset in the visible text of a character of the text with special tokens.
+
+        A hidden character is where the next visible one is.
+        """
         token_at = next(
             token
             for token in reversed(self._tokens)

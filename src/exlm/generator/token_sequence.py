@@ -1,4 +1,4 @@
-"""A sequence of token ids and its progress in the cache, and the hashes of pages.
+"""`TokenSequence`: token ids, how far they are computed, and the cache pages that hold them; page hashes.
 
 The page table updates the counters, the engine appends the ids.
 """
@@ -14,15 +14,15 @@ from typing import Any
 
 @dataclass(eq=False, slots=True)
 class TokenSequence:
-    """Token ids with counters: num_published_pages · page size ≤ num_computed_tokens ≤ len(ids), and so on.
+    """Token ids with counters: num_published_pages · page size ≤ num_computed_tokens ≤ len(ids).
 
-    Append to `ids` freely; take ids back only with `PageTable.rewind`.
+    Append to `ids` freely, but remove ids only with `PageTable.rewind`.
     """
 
     ids: list[int]
     """The prompt and what was sampled so far. Injected embeddings are ids like all others."""
     salt: bytes = b""
-    """What else keys and values of equal ids depend on, see `build_salt`; changed by `set_salt` only."""
+    """What keys and values depend on besides ids (see `build_salt`); changed by `set_salt` only."""
     max_length: int = 0
     """The longest it may become; pages are reserved for that. Never less than the prompt."""
     num_computed_tokens: int = 0
@@ -34,13 +34,13 @@ class TokenSequence:
     num_pending_copy_tokens: int = 0
     """Rows of a page copy that is not committed yet."""
     pages: list[int] = field(default_factory=list)
-    """The pages of the cache it owns or shares, in order; empty while it waits and after its release."""
+    """The cache pages it owns or shares, in order; empty before admission and after its release."""
     page_hashes: list[bytes] = field(default_factory=list)
-    """Hashes of its leading pages: those that the prompt fills, from the start; others, once published."""
+    """Hashes of its leading pages: those that the prompt fills, and later ones once published."""
     cached_pages: int = 0
-    """Whole pages of the prompt that were not computed for this sequence."""
+    """Full pages of the prompt that were found in the cache."""
     cached_tokens: int = 0
-    """Tokens of the prompt that were not computed for this sequence, those of whole pages included."""
+    """Tokens of the prompt that were found in the cache, including those of `cached_pages`."""
     extras: Any = None
     """What the model runner needs besides ids and pages: adapters, embeddings."""
     root_hash: bytes = field(init=False)
@@ -55,7 +55,7 @@ class TokenSequence:
 
     @property
     def prefill_done(self) -> bool:
-        """Whether only the last id remains to be fed: the next forward pass yields a new token."""
+        """Whether only the last id is left to compute: the next pass gives a new token."""
         return self.num_computed_tokens == len(self.ids) - 1
 
     def set_salt(self, salt: bytes) -> None:

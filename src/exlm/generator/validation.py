@@ -80,7 +80,7 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 
 def prompt_list(prompt: Any) -> list[Any]:
-    """The prompts as a list; each is a string or a pair of them."""
+    """The prompts as a list; each is a string or a pair of strings."""
     if isinstance(prompt, str | tuple):
         return [prompt]
     if not isinstance(prompt, Sequence):
@@ -89,20 +89,25 @@ def prompt_list(prompt: Any) -> list[Any]:
 
 
 def prompt_texts(prompt: Any) -> list[str]:
-    """A prompt, or both of a pair."""
-    found = list(prompt) if isinstance(prompt, tuple) else [prompt]
-    if not found or not all(isinstance(half, str) for half in found):
-        raise InputError(f"Unexpected type in prompt: {prompt!r}; a prompt is a string or a pair of them.")
-    return found
+    """The text of a prompt, or both texts of a pair."""
+    texts = list(prompt) if isinstance(prompt, tuple) else [prompt]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(
+            f"Unexpected type in prompt: {prompt!r}; a prompt is a string, or a pair of strings for guidance."
+        )
+    return texts
 
 
 def one_per_prompt(values: Any, count: int, name: str) -> list[Any]:
-    """One value for each prompt; None for all if there are none."""
-    if values is None:
-        return [None] * count
-    if not isinstance(values, list | tuple) or len(values) != count:
+    """One value for each prompt; None and Settings are for all of them."""
+    if values is None or isinstance(values, Settings):
+        return [values] * count
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
+        single = "Settings, or " if name.endswith("settings") else ""
         found = len(values) if isinstance(values, list | tuple) else type(values).__name__
-        raise InputError(f"{name} must be a list with one entry for each of {count} prompts, found {found}.")
+        raise InputError(
+            f"{name} must be {single}a list with one entry for each of {count} prompts, found {found}."
+        )
     return list(values)
 
 
