@@ -93,7 +93,7 @@ def prompt_texts(prompt: Any) -> list[str]:
     texts = list(prompt) if isinstance(prompt, tuple) else [prompt]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise InputError(
-            f"Unexpected type in prompt: {prompt!r}; a prompt is a string, or a pair of strings for guidance."
+            f"Unexpected type in prompt: {prompt!r}. A prompt is a string, or a pair of strings for guidance."
         )
     return texts
 
