@@ -162,7 +162,7 @@ static uint64_t run_layer(void *job, int threads) {
     const AttnArgs *c = &l->attention.args;
     const LayerWeights *weights[] = {&l->weights, &l->weights};
     AttnArgs layers[] = {*c, *c};
-    BatchPtrs batch = {c->pages, c->past_lens, c->positions, c->rows, c->tokens, c->page_stride};
+    BatchArgs batch = {c->pages, c->past_lens, c->positions, c->rows, c->tokens, c->page_stride};
     int64_t longest = l->attention.longest;
     long count = (long)l->rows * l->width;
     float *y = allocate((size_t)count * sizeof(float)), *both = allocate((size_t)count * sizeof(float)), *outs[3];

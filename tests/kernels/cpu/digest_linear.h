@@ -1,4 +1,4 @@
-/* Random quantised matrices of every width and kind of factors, and random float matrices: repacked, multiplied, and
+/* Random quantised matrices of every width and dtype of factors, and random float matrices: repacked, multiplied, and
    read column by column. */
 
 enum { MAX_INPUTS = 32768, MAX_KBLOCKS = MAX_INPUTS / KBLOCK };
@@ -11,17 +11,17 @@ typedef struct {
     int stored_bits[3], codebooks; /* codebooks: segments of 4 bits have one */
 } RandomMatrix;
 
-static FactorTable random_factors(int kind, int groups, int outputs) {
+static FactorTable random_factors(int dtype, int groups, int outputs) {
     long padded = (outputs + 31) / 32 * 32l, count = padded * groups;
-    FactorTable f = {.kind = kind, .groups_per_super = random_int(1, 3)};
+    FactorTable f = {.dtype = dtype, .groups_per_super = random_int(1, 3)};
     f.super_groups = (groups + f.groups_per_super - 1) / f.groups_per_super;
-    if (kind == F16)
+    if (dtype == F16)
         f.table = random_f16(count);
-    else if (kind == F32)
+    else if (dtype == F32)
         f.table = random_floats(count, random_int(0, 3) ? 0.1f : random_int(0, 1) ? 0x1p-18f : 9000.0f);
     else
-        f.table = random_bytes(count, kind == I8 ? 255 : 63);
-    if (kind == U8 || kind == I8)
+        f.table = random_bytes(count, dtype == I8 ? 255 : 63);
+    if (dtype == U8 || dtype == I8)
         f.super_scales = random_f16(padded * f.super_groups);
     else
         f.groups_per_super = f.super_groups = 0;
@@ -81,7 +81,7 @@ static Segment random_segment(RandomMatrix *r, int number, int inputs, int store
     } else
         s.zero = random_int(0, 1) << (bits - 1);
     if (r->codebooks && bits == 4) s.codebook = random_bytes(16, 255);
-    if (s.codebook && !s.zeros.kind && random_int(0, 2)) s.zero = 128; /* as codebooks of signed numbers have it */
+    if (s.codebook && !s.zeros.dtype && random_int(0, 2)) s.zero = 128; /* as codebooks of signed numbers have it */
     exlm_repack_panels(codes, m->outputs, stored_bits, bits, row_of_k, s.packs, (uint8_t *)s.codes, random_int(1, 4));
     for (int i = 0; i < count; i++) input_of_k[m->k_padded + i] = row_of_k[i] < 0 ? -1 : row_of_k[i] + row;
     m->k_padded += count;
@@ -139,11 +139,11 @@ static long factor_index(int outputs, int groups, int group, int output) {
 static float factor(const FactorTable *f, int outputs, int groups, int group, int output) {
     long at = factor_index(outputs, groups, group, output);
     float value;
-    if (f->kind == F16)
+    if (f->dtype == F16)
         value = f16_to_f32(((const uint16_t *)f->table)[at]);
-    else if (f->kind == F32)
+    else if (f->dtype == F32)
         value = ((const float *)f->table)[at];
-    else if (f->kind == U8)
+    else if (f->dtype == U8)
         value = ((const uint8_t *)f->table)[at];
     else
         value = ((const int8_t *)f->table)[at];
@@ -186,7 +186,7 @@ static float quantize_by_definition(const Matrix *m, const float *x, int k, int 
 }
 
 static int zero_point(const Segment *s, int outputs, int group, int output) {
-    return s->zeros.kind ? (int)factor(&s->zeros, outputs, s->groups, group, output) : s->zero;
+    return s->zeros.dtype ? (int)factor(&s->zeros, outputs, s->groups, group, output) : s->zero;
 }
 
 static float add_span(const RandomMatrix *r, int number, const GroupSpan *span, const float *x, int output, float y) {
@@ -199,7 +199,7 @@ static float add_span(const RandomMatrix *r, int number, const GroupSpan *span, 
     for (int i = 0; i < count; i++) dot += (uint32_t)(code_at(r, number, k + i, output) * q[i]);
     dot -= (uint32_t)zero_point(s, m->outputs, span->group, output) * (uint32_t)sum;
     y = fmaf((float)(int32_t)dot * delta, factor(&s->scales, m->outputs, s->groups, span->group, output), y);
-    if (!s->minima.kind) return y;
+    if (!s->minima.dtype) return y;
     return fmaf(-factor(&s->minima, m->outputs, s->groups, span->group, output), delta * (float)sum, y);
 }
 
@@ -226,7 +226,7 @@ static void column_by_definition(const RandomMatrix *r, int output, float *out) 
                 if (input < 0) continue;
                 int number = code_at(r, n, k, output) - zero_point(s, m->outputs, span->group, output);
                 float value = (float)number * factor(&s->scales, m->outputs, s->groups, span->group, output);
-                if (s->minima.kind) value -= factor(&s->minima, m->outputs, s->groups, span->group, output);
+                if (s->minima.dtype) value -= factor(&s->minima, m->outputs, s->groups, span->group, output);
                 out[input] = m->round_f16 ? f16_to_f32(f16_from_f32(value)) : value;
             }
     }
@@ -267,7 +267,7 @@ static uint64_t run_columns(void *job, int threads) {
 #if defined(BY_DEFINITION)
         column_by_definition(r, (int)i, out + i * m->inputs);
 #else
-        exlm_columns(m, &i, 1, out + i * m->inputs);
+        exlm_dequantize_columns(m, &i, 1, out + i * m->inputs);
 #endif
     }
     return digest(0, out, (long)m->outputs * m->inputs);
@@ -312,35 +312,35 @@ static uint64_t run_bf12_columns(void *job, int threads) {
     float *out = allocate((size_t)m->outputs * m->inputs * sizeof(float));
     for (int i = 0; i < m->outputs; i++) ids[i] = i;
     if (threads == 1)
-        exlm_columns(m, ids, m->outputs, out);
+        exlm_dequantize_columns(m, ids, m->outputs, out);
     else
-        for (int i = 0; i < m->outputs; i++) exlm_columns(m, ids + i, 1, out + (long)i * m->inputs);
+        for (int i = 0; i < m->outputs; i++) exlm_dequantize_columns(m, ids + i, 1, out + (long)i * m->inputs);
     return digest(0, out, (long)m->outputs * m->inputs);
 }
 
 /* float16 and bfloat16 matrices, and one number that fits neither. */
 static void case_f16(int n) {
-    int inputs = LANES * random_int(1, 60), outputs = F16_TILE * random_int(1, 9), kind = n % 2 ? F16 : BF16;
+    int inputs = LANES * random_int(1, 60), outputs = F16_TILE * random_int(1, 9), dtype = n % 2 ? F16 : BF16;
     long count = (long)inputs * outputs;
     uint16_t *halves = random_f16(count), *narrow = allocate((size_t)count * sizeof(uint16_t));
     float *data = allocate((size_t)count * sizeof(float));
     for (long i = 0; i < count; i++) {
         uint32_t bits = (uint32_t)halves[i] << 16 | (uint32_t)(i & 1) << 31;
-        if (kind == F16)
+        if (dtype == F16)
             data[i] = f16_to_f32((uint16_t)(halves[i] | (i & 1) << 15));
         else
             memcpy(data + i, &bits, sizeof bits);
     }
-    int lossy = exlm_narrow(data, count, kind, narrow, random_int(1, 4));
-    Segment s = {.codes = (uint8_t *)narrow, .scales = {.kind = kind}, .bits = F16_BITS, .packs = inputs / LANES};
+    int lossy = exlm_cast_16bit(data, count, dtype, narrow, random_int(1, 4));
+    Segment s = {.codes = (uint8_t *)narrow, .scales = {.dtype = dtype}, .bits = F16_BITS, .packs = inputs / LANES};
     Matrix m = {.segments = &s, .segment_count = 1, .inputs = inputs, .outputs = outputs, .k_padded = inputs};
     FloatProduct job = {&m, random_floats(33l * inputs, 1), 33};
-    printf("narrow %d: %d %016llx\n", kind, lossy, (unsigned long long)digest_bytes(0, narrow, 2 * count));
-    print_digest("f16", kind, inputs, outputs, run_float_product, &job);
+    printf("narrow %d: %d %016llx\n", dtype, lossy, (unsigned long long)digest_bytes(0, narrow, 2 * count));
+    print_digest("f16", dtype, inputs, outputs, run_float_product, &job);
     for (job.rows = 1; job.rows < 10; job.rows++)
-        print_digest("few rows of f16", kind, inputs, outputs, run_float_product, &job);
+        print_digest("few rows of f16", dtype, inputs, outputs, run_float_product, &job);
     data[random_int(0, (int)count - 1)] = n < 4 ? 1.00001f : 1e30f;
-    printf("lossy %d: %d\n", kind, exlm_narrow(data, count, kind, narrow, 2));
+    printf("lossy %d: %d\n", dtype, exlm_cast_16bit(data, count, dtype, narrow, 2));
 }
 
 /* BF12 matrices with zeros and outliers, and one number that BF12 cannot hold. */
@@ -365,7 +365,7 @@ static void case_bf12(int n) {
                  allocate((size_t)begin * sizeof(float))};
     uint8_t *codes = allocate((size_t)count * BF12_BITS / 8);
     exlm_bf12_pack(data, outputs, inputs, &bf12, codes, random_int(1, 4));
-    Segment s = {.codes = codes, .scales = {.kind = BF12}, .bits = BF12_BITS, .packs = inputs / 64};
+    Segment s = {.codes = codes, .scales = {.dtype = BF12}, .bits = BF12_BITS, .packs = inputs / 64};
     Matrix m = {.segments = &s, .bf12 = &bf12, .segment_count = 1};
     m.inputs = m.k_padded = inputs;
     m.outputs = outputs;

@@ -14,8 +14,8 @@ from exlm.formats import DenseWeight
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.cpu.arena import HugePageArena
 from exlm.kernels.cpu.bindings import Library
-from exlm.kernels.cpu.dense import NUMBERS_PER_OUTLIER, pack_bf12
 from exlm.kernels.cpu.ops import PackedEmbedding, PackedLinear
+from exlm.kernels.cpu.repack import NUMBERS_PER_OUTLIER, pack_bf12
 
 SHAPES = st.tuples(st.integers(1, 12).map(lambda n: 8 * n), st.integers(1, 30).map(lambda n: 64 * n))
 
@@ -107,7 +107,7 @@ def test_a_table_is_also_the_head(backend: CpuBackend, monkeypatch: pytest.Monke
     monkeypatch.setattr(backend._library, "prefers_bf12", True)
     weight, ids = DenseWeight(brains(64, 128)), torch.tensor([[3, 63]])
     assert torch.equal(backend.embedding(weight)(ids), weight.data[ids])
-    assert backend._tables[weight].struct.bf12
+    assert backend._embeddings[weight].struct.bf12
     x = torch.randn(2, 1, 128)
     want = F.linear(x, weight.data)
     assert bool(((backend.linear(weight)(x) - want).abs() <= 1e-5 * want.abs().amax((0, 1))).all())

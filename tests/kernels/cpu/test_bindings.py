@@ -98,7 +98,7 @@ def test_a_damaged_library_of_the_wheel_is_not_loaded(
     data = library.path.read_bytes()
     path = brought(tmp_path, data, monkeypatch)
     path.write_bytes(data[:length])
-    kept = ArtifactFolder(tmp_path / "kernels").put(bindings._file("plain"), data)
+    kept = ArtifactFolder(tmp_path / "kernels").put(bindings._artifact_name("plain"), data)
     assert bindings.load(tmp_path / "kernels", "plain").path == kept
     assert f"{path} is not used, because it is damaged" in caplog.text
     assert "install exlm again" in caplog.text
@@ -123,8 +123,8 @@ def test_what_cannot_be_loaded_is_no_obstacle(
     monkeypatch.setattr(bindings, "prebuilt", lambda name: tmp_path / name)
     (tmp_path / "plain").write_bytes(b"not a library")
     folder = ArtifactFolder(tmp_path / "kernels")
-    good = folder.put(bindings._file("plain"), library.path.read_bytes())
-    other = folder.put(bindings._file("plain"), b"no library either")
+    good = folder.put(bindings._artifact_name("plain"), library.path.read_bytes())
+    other = folder.put(bindings._artifact_name("plain"), b"no library either")
     os.utime(good, (0, 0))
     assert bindings.load(tmp_path / "kernels", "plain").path == good
     for path in (tmp_path / "plain", other):
@@ -160,7 +160,7 @@ def test_a_library_with_other_structs_is_refused(
     class Matrix(ctypes.Structure):
         _fields_ = (("segments", ctypes.c_void_p),)
 
-    monkeypatch.setattr(bindings, "MIRRORS", (*bindings.MIRRORS, Matrix))
+    monkeypatch.setattr(bindings, "STRUCTS", (*bindings.STRUCTS, Matrix))
     with pytest.raises(Unsupported, match="its library has 56 bytes for Matrix, this version 8"):
         bindings.Library(library.instructions, library.path)
     Matrix.__name__ = "Unknown"
@@ -171,14 +171,14 @@ def test_a_library_with_other_structs_is_refused(
 FORKED = """
 import os, sys, torch
 from pathlib import Path
-from exlm.kernels.cpu.packed import pack_matrix
+from exlm.kernels.cpu.repack import repack_panels
 from exlm.kernels.cpu.bindings import load
 from exlm.kernels.cpu.ops import PackedLinear
 from tests.kernels.cpu.random_weights import Recipe, random_weight
 torch.set_num_threads(3)
 library = load(Path(sys.argv[1]), sys.argv[2])
 weight = random_weight(Recipe(((4, (32,) * 8),), 400))
-multiply, x = PackedLinear(library, pack_matrix(weight, library, 3)), torch.randn(4, 256)
+multiply, x = PackedLinear(library, repack_panels(weight, library, 3)), torch.randn(4, 256)
 want = multiply(x)
 child = os.fork()
 if child == 0:

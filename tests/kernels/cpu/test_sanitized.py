@@ -19,15 +19,15 @@ WALK = """
 import sys, torch
 from pathlib import Path
 from hypothesis import given, settings, strategies as st
-from exlm.kernels.cpu.packed import pack_matrix
+from exlm.kernels.cpu.repack import repack_panels
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.ops import AddRmsNorm, PackedEmbedding, PackedLinear, SiluMul
 from exlm import spec
 from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, TruncatedFP8
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import LayerShape
-from exlm.kernels.cpu.attention import BatchPointers, PagedAttention, RopeTables
-from exlm.kernels.cpu.dense import narrow, pack_bf12, pack_narrow
+from exlm.kernels.cpu.attention import BatchArgsCache, PagedAttention, CpuRotaryEmbedding
+from exlm.kernels.cpu.repack import cast_to_16bit, pack_bf12, pack_16bit
 from exlm.kernels.cpu.fused import FusedLinear
 from exlm.kernels.cpu.arena import HugePageArena
 from exlm.nn import Batch
@@ -40,14 +40,14 @@ library, CPU = Library(sys.argv[1], Path(sys.argv[2])), torch.device("cpu")
 def walk(recipe, rows, threads):
     torch.set_num_threads(threads)
     weight = random_weight(recipe)
-    blocks = pack_matrix(weight, library, threads)
+    blocks = repack_panels(weight, library, threads)
     assert PackedLinear(library, blocks)(torch.randn(rows, weight.in_features)).isfinite().all()
     PackedEmbedding(library, blocks, torch.float32)(torch.arange(recipe.columns)[None])
     x = torch.randn(rows, recipe.columns)
     AddRmsNorm(library, torch.ones(recipe.columns), 1e-5, None)(x, x)
     SiluMul(library)(x, x)
     data = torch.randn(8 * threads, 16 * rows).to(torch.float16 if rows % 2 else torch.bfloat16).float()
-    floats = pack_narrow(narrow(data, library, threads, HugePageArena()), None)
+    floats = pack_16bit(cast_to_16bit(data, library, threads, HugePageArena()), None)
     assert PackedLinear(library, floats)(torch.randn(rows, 16 * rows)).isfinite().all()
     data = torch.randn(64 * threads, 64 * rows).bfloat16().float()
     data[0, 0], data[1, :2] = 2.0**-30, 0
@@ -85,8 +85,8 @@ def look(past, tokens, heads, bits, threads):
     else:
         keys, values = HadamardQuantizer(bits[0]), HadamardQuantizer(bits[1])
         layer = QuantizedLayer(pages.numel(), 16, LayerShape(kv, dim), keys, values, CPU)
-    turn = RopeTables(rope, 160, CPU, library)
-    attend = PagedAttention(library, attn, turn, BatchPointers(), None)
+    turn = CpuRotaryEmbedding(rope, 160, CPU, library)
+    attend = PagedAttention(library, attn, turn, BatchArgsCache(), None)
     q, k, v = (torch.randn(len(past), tokens, n, dim) for n in (2 * kv, kv, kv))
     assert attend(q, k, v, layer, where).isfinite().all()
     assert all(x.isfinite().all() for x in turn(q, k, places))

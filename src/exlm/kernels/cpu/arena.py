@@ -1,7 +1,7 @@
-"""The huge-page arena: memory for repacked weights, in 2 MB pages as far as those go.
+"""The huge-page arena: memory for repacked weights, the first 128 MB of it in 2 MB pages.
 
-A decode step reads every weight once. With 4 KB pages the core spends part of that time on TLB misses. Memory
-is never freed piece by piece: a chunk goes when the last weight in it does.
+A decode step reads every weight once. With 4 KB pages the core spends part of that time on TLB misses. The
+memory of a chunk is freed with the last tensor in it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_HUGE_BYTES = 2**27
 """Bytes in huge pages for each model: the host of a virtual machine may be slow to provide more."""
 
 _CACHE_LINE = 64
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+_PRIVATE_MAPPING = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 class HugePageArena:
-    """Hands out zeroed memory, to any thread."""
+    """Allocates zeroed memory; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,13 +51,13 @@ class HugePageArena:
 
 
 def copy_to_arena(table: Tensor, arena: HugePageArena) -> Tensor:
-    """A copy beside the codes: small tables are read as often and would cause TLB misses elsewhere."""
+    """A copy in the arena: small tables are read as often as codes and would cause TLB misses elsewhere."""
     return arena.allocate(table.nbytes).view(table.dtype).view(table.shape).copy_(table)
 
 
 def _map_chunk(size: int) -> Tensor:
     """A new mapping that begins with a huge page."""
-    mapping = mmap.mmap(-1, size + HUGE_PAGE, **_PRIVATE)
+    mapping = mmap.mmap(-1, size + HUGE_PAGE, **_PRIVATE_MAPPING)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     data = torch.frombuffer(mapping, dtype=torch.uint8)
     return data[-data.data_ptr() % HUGE_PAGE :][:size]

@@ -1,7 +1,7 @@
-"""The C library through ctypes: found or compiled, checked, its structs mirrored and its functions bound.
+"""The C library through ctypes: its structs and functions, and where it comes from.
 
-The library is the wheel's own, or one that is compiled at first use and kept in the cache folder. Nothing
-depends on torch's build.
+The library is the wheel's own, or one that is compiled at first use and kept in the cache folder. It is
+refused if its structs have other sizes than those here. Nothing depends on torch's build.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from ..artifact_cache import (
 )
 from .compile import BuildError, compile_library, prebuilt, sets_here, source_digest
 
+C_DTYPES = {torch.float16: 1, torch.float32: 2, torch.uint8: 3, torch.int8: 4, torch.bfloat16: 5}
+BF12_DTYPE = 6
+"""The values of FactorTable.dtype (csrc/matrix.h); 0: there is no table."""
+
 
 def _fields(ctype: Any, names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, ctype) for name in names.split())
 
 
-KINDS = {torch.float16: 1, torch.float32: 2, torch.uint8: 3, torch.int8: 4, torch.bfloat16: 5}
-KIND_BF12 = 6
-"""What FactorTable.kind may be (csrc/matrix.h)."""
-
-# Mirrors of the structs in csrc, which are described there: matrix.h, linear.h, attn.h, decoder_layer.h.
+# The structs of csrc, field by field; matrix.h, linear.h, attn.h and decoder_layer.h describe them.
 
 
 class FactorTable(ctypes.Structure):
-    """Scales, minima or zero points; without a table there are none."""
+    """Scales, minima or zero points of a segment."""
 
     _fields_ = (
         *_fields(ctypes.c_void_p, "table super_scales"),
-        *_fields(ctypes.c_int32, "kind groups_per_super super_groups"),
+        *_fields(ctypes.c_int32, "dtype groups_per_super super_groups"),
     )
 
 
 class GroupSpan(ctypes.Structure):
-    """Neighbouring kblocks of one group; written as (spans, 3) int32."""
+    """Neighbouring kblocks of one group; repack.py writes an array of them as (spans, 3) int32."""
 
     _fields_ = _fields(ctypes.c_int32, "kblock kblocks group")
 
@@ -64,7 +64,7 @@ class Segment(ctypes.Structure):
 
 
 class Bf12(ctypes.Structure):
-    """What a BF12 matrix has besides its codes."""
+    """The parts of a BF12 matrix besides its codes."""
 
     _fields_ = _fields(ctypes.c_void_p, "units outlier_begin inputs values")
 
@@ -122,7 +122,7 @@ class LayerWeights(ctypes.Structure):
     _fields_ = _fields(LinearGroup, "qkv o gate_up down")
 
 
-class BatchPtrs(ctypes.Structure):
+class BatchArgs(ctypes.Structure):
     """The rows of a step, the same for all layers."""
 
     _fields_ = (
@@ -131,59 +131,69 @@ class BatchPtrs(ctypes.Structure):
     )
 
 
-MIRRORS: tuple[type[ctypes.Structure], ...] = (
+STRUCTS: tuple[type[ctypes.Structure], ...] = (
     *(FactorTable, GroupSpan, Segment, Bf12, Matrix, LinearGroup),
-    *(AttnParams, QuantKV, AttnArgs, LayerWeights, BatchPtrs),
+    *(AttnParams, QuantKV, AttnArgs, LayerWeights, BatchArgs),
 )
 
 
 class Library:
-    """The functions of one loaded library."""
+    """The functions of one loaded library, `exlm_linear` as `linear` and so on."""
 
     def __init__(self, instructions: str, path: Path) -> None:
         self.instructions = instructions
         self.prefers_bf12 = instructions in ("avx512", "avx2")  # measured: BF12 is faster than 16 bits there
         self.path = path
         try:
-            loaded = ctypes.CDLL(str(path))
+            self._bind(ctypes.CDLL(str(path)))
         except OSError as error:
             raise Unsupported(f"its library cannot be loaded ({error})") from error
-        try:
-            self._bind(loaded)
         except AttributeError as error:
             raise Unsupported(f"its library lacks a function of this version ({error})") from error
 
     def _bind(self, loaded: ctypes.CDLL) -> None:
-        p, i, n, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_int64
-        _check_sizes(_function(loaded.exlm_sizeof, ctypes.c_char_p))
-        self.linear = _function(loaded.exlm_linear, p, p, i, p, i)
-        self.columns = _function(loaded.exlm_columns, p, p, i, p)
-        self.repack_panels = _function(loaded.exlm_repack_panels, p, i, i, i, p, i, p, i)
-        self.narrow = _function(loaded.exlm_narrow, p, n, i, p, i)
-        self.bf12_plan = _function(loaded.exlm_bf12_plan, p, n, n, p, p, i)
-        self.bf12_pack = _function(loaded.exlm_bf12_pack, p, n, n, p, p, i)
-        self.rms_norm = _function(loaded.exlm_rms_norm, p, p, p, ctypes.c_float, i, i, p, p, i)
-        self.silu_mul = _function(loaded.exlm_silu_mul, p, p, p, n, i)
-        self.rope = _function(loaded.exlm_rope, p, p, p, i, i, p, i)
-        self.attention = _function(loaded.exlm_attention, p, i64, i)
-        self.fused_linear = _function(loaded.exlm_fused_linear, p, p, p, i, p, p, p, i)
-        self.decoder_layers = _function(loaded.exlm_decoder_layers, p, p, i, p, p, p, i64, i)
+        p, i, n, i64, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_int64, ctypes.c_float
+        _check_sizes(_typed(loaded.exlm_sizeof, ctypes.c_char_p))
+        self.repack_panels = _typed(loaded.exlm_repack_panels, p, i, i, i, p, i, p, i)
+        self.cast_16bit = _typed(loaded.exlm_cast_16bit, p, n, i, p, i)
+        self.bf12_plan = _typed(loaded.exlm_bf12_plan, p, n, n, p, p, i)
+        self.bf12_pack = _typed(loaded.exlm_bf12_pack, p, n, n, p, p, i)
+        self.dequantize_columns = _typed(loaded.exlm_dequantize_columns, p, p, i, p)
+        self.rms_norm = _typed(loaded.exlm_rms_norm, p, p, p, f, i, i, p, p, i)
+        self.silu_mul = _typed(loaded.exlm_silu_mul, p, p, p, n, i)
+        self.rope = _typed(loaded.exlm_rope, p, p, p, i, i, p, i)
+        self.linear = _allocating(loaded.exlm_linear, p, p, i, p, i)
+        self.fused_linear = _allocating(loaded.exlm_fused_linear, p, p, p, i, p, p, p, i)
+        self.attention = _allocating(loaded.exlm_attention, p, i64, i)
+        self.decoder_layers = _allocating(loaded.exlm_decoder_layers, p, p, i, p, p, p, i64, i)
 
 
 def _check_sizes(sizeof: Callable[..., int]) -> None:
-    """Refuse a library whose structs are laid out otherwise than their mirrors here."""
-    for mirror in MIRRORS:
-        size = sizeof(mirror.__name__.encode())
-        if size != ctypes.sizeof(mirror):
+    """Refuse a library whose structs have other sizes than those here."""
+    for struct in STRUCTS:
+        size = sizeof(struct.__name__.encode())
+        if size != ctypes.sizeof(struct):
             raise Unsupported(
-                f"its library has {size} bytes for {mirror.__name__}, this version {ctypes.sizeof(mirror)}"
+                f"its library has {size} bytes for {struct.__name__}, this version {ctypes.sizeof(struct)}"
             )
 
 
-def _function(found: Any, *types: Any) -> Callable[..., int]:
-    """A function with its argument types; the result of a void function means nothing."""
-    found.argtypes = types
-    return found  # type: ignore[no-any-return]
+def _typed(function: Any, *types: Any) -> Callable[..., int]:
+    """The function with its argument types; a void function's result has no meaning."""
+    function.argtypes = types
+    return function  # type: ignore[no-any-return]
+
+
+def _allocating(function: Any, *types: Any) -> Callable[..., int]:
+    """A function that returns 1 if malloc fails, which becomes a KernelError."""
+    function.errcheck = _check_memory
+    return _typed(function, *types)
+
+
+def _check_memory(failed: int, *_: Any) -> int:
+    if failed:
+        raise KernelError("The CPU kernels ran out of memory: use a smaller batch or shorter chunks.")
+    return failed
 
 
 def load(folder: Path, instructions: str | None = None) -> Library:
@@ -197,24 +207,24 @@ def load(folder: Path, instructions: str | None = None) -> Library:
             return Library(name, path)
         except Unsupported as reason:
             warn_once(f"{path} is not used, because {reason}: another one is used or compiled.")
-    return _compiled(name, folder)
+    return _compile_and_keep(name, folder)
 
 
 def intact_libraries(instructions: str, folder: Path) -> Iterator[Path]:
     """The intact libraries of an instruction set: the wheel's, then those that were compiled before."""
     shipped = prebuilt(instructions)
     if shipped.exists():
-        checked = re.search(rf"-[0-9a-f]{{{CHECKSUM_DIGITS}}}$", shipped.stem)
-        problem = damage(shipped) if checked else None
+        has_checksum = re.search(rf"-[0-9a-f]{{{CHECKSUM_DIGITS}}}$", shipped.stem)
+        problem = damage(shipped) if has_checksum else None
         if problem is None:
             yield shipped
         else:
             warn_once(f"{shipped} is not used, because {problem}: install exlm again.")
-    for kept in ArtifactCache(folder).find(_file(instructions)):
-        yield kept.path
+    for artifact in ArtifactCache(folder).find(_artifact_name(instructions)):
+        yield artifact.path
 
 
-def _compiled(instructions: str, folder: Path) -> Library:
+def _compile_and_keep(instructions: str, folder: Path) -> Library:
     """Compile a library and keep it in the first folder that it can be loaded from."""
     try:
         with scratch_folder() as scratch:
@@ -226,19 +236,14 @@ def _compiled(instructions: str, folder: Path) -> Library:
     except OSError as error:
         raise Unsupported(f"its library cannot be compiled ({error})") from error
     failures = []
-    for place in ArtifactCache(folder).folders():
+    for cache_folder in ArtifactCache(folder).folders():
         try:
-            return Library(instructions, place.put(_file(instructions), data))
+            return Library(instructions, cache_folder.put(_artifact_name(instructions), data))
         except (OSError, Unsupported) as reason:
-            warn_unwritable(place, reason)
+            warn_unwritable(cache_folder, reason)
             failures.append(str(reason))
     raise Unsupported(f"its library cannot be kept ({'; '.join(failures)})")
 
 
-def _file(instructions: str) -> str:
+def _artifact_name(instructions: str) -> str:
     return f"cpu-{instructions}-{source_digest(instructions)}.so"
-
-
-def out_of_memory() -> KernelError:
-    """The error for functions that returned 1: malloc failed."""
-    return KernelError("The CPU kernels ran out of memory: use a smaller batch or shorter chunks.")

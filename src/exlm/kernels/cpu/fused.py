@@ -1,6 +1,6 @@
-"""Fused projections, layers and decoders: what lies between two Python calls shrinks to nothing.
+"""Fused projections, layers and decoders: one C call instead of a Python call for each operation.
 
-Each C function runs the very functions that compute its parts alone, so the bits are the same.
+Each C function calls the functions that compute its parts alone, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import Unsupported
 from .. import interface as b
 from .attention import PagedAttention
-from .bindings import AttnArgs, LayerWeights, Library, LinearGroup, out_of_memory
+from .bindings import AttnArgs, LayerWeights, Library, LinearGroup
 from .ops import PackedLinear
 
 MAX_FUSED = 3
@@ -23,7 +23,7 @@ MAX_FUSED = 3
 
 
 class FusedLinear(b.FusedLinear):
-    """Up to three matrices behind one norm; with `gated` two, and the output is silu(first) · second."""
+    """Up to three matrices that share an input and its norm; `gated`: the output is silu(first) · second."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class FusedLinear(b.FusedLinear):
         if len(matrices) > MAX_FUSED or (gated and len(matrices) != 2):
             raise Unsupported("up to three matrices together, two behind a gate")
         self._matrices, self._scale = tuple(matrices), scale  # C holds their addresses
-        self._outputs = [one.matrix.out_features for one in matrices][: 1 if gated else None]
+        self._outputs = [m.matrix.out_features for m in matrices][: 1 if gated else None]
         self.struct = LinearGroup(
             *(matrices[n].matrix.address if n < len(matrices) else None for n in range(MAX_FUSED)),
             *(None if scale is None else scale.data_ptr(), eps, len(matrices), int(gated)),
@@ -50,12 +50,11 @@ class FusedLinear(b.FusedLinear):
         outs = [torch.empty(rows, tokens, width) for width in self._outputs]
         out_pointers = [out.data_ptr() for out in outs] + [None] * (MAX_FUSED - len(outs))
         residual = None if residual is None else residual.contiguous()
-        added = None if residual is None else residual.data_ptr()
-        if self._library.fused_linear(
-            *(ctypes.addressof(self.struct), x.data_ptr(), added, rows * tokens),
+        self._library.fused_linear(
+            *(ctypes.addressof(self.struct), x.data_ptr()),
+            *(None if residual is None else residual.data_ptr(), rows * tokens),
             *(*out_pointers, torch.get_num_threads()),
-        ):
-            raise out_of_memory()
+        )
         return outs
 
     def separate(self, x: Tensor) -> list[Tensor]:
@@ -90,8 +89,8 @@ class FusedLayer(b.FusedLayer):
         *,
         attend: PagedAttention,
     ) -> None:
-        self._held = qkv, o, gate, down
-        self._weights = LayerWeights(*(part.struct for part in self._held))
+        self._projections = qkv, o, gate, down  # hold the matrices' memory
+        self._weights = LayerWeights(*(part.struct for part in self._projections))
         self.library, self.attend = library, attend
         self.address = ctypes.addressof(self._weights)
 
@@ -101,54 +100,42 @@ class FusedLayer(b.FusedLayer):
 
     def fuse_decoder(self, following: Sequence[b.FusedLayer]) -> FusedDecoder | None:
         """This layer and those after it, if all are of this backend and library."""
-        layers = [one for one in (self, *following) if isinstance(one, FusedLayer)]
-        same = all(one.library is self.library for one in layers)
-        return FusedDecoder(layers) if same and len(layers) == 1 + len(following) else None
+        layers = [n for n in (self, *following) if isinstance(n, FusedLayer) and n.library is self.library]
+        return FusedDecoder(layers) if len(layers) == 1 + len(following) else None
 
 
 class FusedDecoder:
     """Consecutive decoder layers in one call."""
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
-        self._held = tuple(layers)
-        self._attends = [one.attend for one in layers]
-        self._weights = (ctypes.c_void_p * len(layers))(*(one.address for one in layers))
+        self._layers = tuple(layers)  # hold the weights' memory
+        self._weights = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
         self._decoder_layers = layers[0].library.decoder_layers
-        self._batch_pointers = layers[0].attend.batch_pointers
-        self._known: tuple[list[ref[b.KVPages]], int, ctypes.Array[AttnArgs] | None] = [], 0, None
+        self._batch_args = layers[0].attend.batch_args
+        # Pages are held weakly: the arguments of a cache that is gone are never used for another one.
+        self._last: tuple[list[ref[b.KVPages]], int, ctypes.Array[AttnArgs] | None] = [], 0, None
 
     def __call__(self, x: Tensor, kvs: Sequence[b.LayerKVCache], metadata: b.AttnMetadata) -> Tensor | None:
         """The residual stream after the last layer; None if C cannot do some attention."""
-        layers, batch = self._layer_args(kvs, x.shape[1]), self._batch_pointers.of(metadata)
-        if layers is None or batch is None or not x.is_contiguous():
+        layer_args, batch = self._layer_args(kvs, x.shape[1]), self._batch_args.get(metadata)
+        if layer_args is None or batch is None or not x.is_contiguous():
             return None
         out = torch.empty_like(x)
-        if self._decoder_layers(
-            *(self._weights, layers, len(kvs), ctypes.byref(batch), x.data_ptr(), out.data_ptr()),
+        self._decoder_layers(
+            *(self._weights, layer_args, len(kvs), ctypes.byref(batch), x.data_ptr(), out.data_ptr()),
             *(metadata.max_kv_len, torch.get_num_threads()),
-        ):
-            raise out_of_memory()
+        )
         return out
 
     def _layer_args(self, kvs: Sequence[b.LayerKVCache], tokens: int) -> ctypes.Array[AttnArgs] | None:
-        """Each layer's AttnArgs, kept from step to step; None if C cannot do one.
-
-        Pages are held weakly: the args of a cache that is gone are never used for another one.
-        """
-        pages = [own for kv in kvs if (own := kv.kv_pages) is not None]
-        if len(pages) < len(self._attends):
+        """Each layer's AttnArgs, kept from step to step; None if C cannot do one."""
+        pages = [layer_pages for kv in kvs if (layer_pages := kv.kv_pages) is not None]
+        if len(pages) < len(self._layers):
             return None
-        known_pages, known_tokens, args = self._known
-        if known_tokens != tokens or [one() for one in known_pages] != pages:
-            args = self._make_args(pages, tokens)
-            self._known = [ref(own) for own in pages], tokens, args
+        last_pages, last_tokens, args = self._last
+        if last_tokens != tokens or [page_ref() for page_ref in last_pages] != pages:
+            found = [layer.attend.layer_args(p, tokens) for layer, p in zip(self._layers, pages, strict=True)]
+            supported = [one for one in found if one is not None]
+            args = (AttnArgs * len(found))(*supported) if len(supported) == len(found) else None
+            self._last = [ref(layer_pages) for layer_pages in pages], tokens, args
         return args
-
-    def _make_args(self, pages: Sequence[b.KVPages], tokens: int) -> ctypes.Array[AttnArgs] | None:
-        args = []
-        for attend, own in zip(self._attends, pages, strict=True):
-            layer = attend.args(own, tokens)
-            if layer is None:
-                return None
-            args.append(layer)
-        return (AttnArgs * len(args))(*args)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..interface import NormFn
-from .bindings import Library, out_of_memory
-from .packed import PackedMatrix
+from .bindings import Library
+from .repack import PackedMatrix
 
 
 class PackedLinear:
@@ -26,24 +26,23 @@ class PackedLinear:
         x = x.contiguous()
         y = torch.empty(*x.shape[:-1], self._outputs)
         rows = x.numel() // self.matrix.in_features
-        if self._linear(self._address, x.data_ptr(), rows, y.data_ptr(), torch.get_num_threads()):
-            raise out_of_memory()
+        self._linear(self._address, x.data_ptr(), rows, y.data_ptr(), torch.get_num_threads())
         return y
 
 
 class PackedEmbedding:
-    """Columns of a packed matrix as vectors, in the precision its format defines."""
+    """Embedding lookup in a packed matrix, in the precision its format defines."""
 
     def __init__(self, library: Library, matrix: PackedMatrix, dtype: torch.dtype) -> None:
         self.matrix = matrix
-        self._columns = library.columns
+        self._dequantize_columns = library.dequantize_columns
         self._dtype = dtype
 
     def __call__(self, ids: Tensor) -> Tensor:
         """(rows, tokens) ids → (rows, tokens, inputs)."""
         ids = ids.long().contiguous()
         out = torch.empty(*ids.shape, self.matrix.in_features)
-        self._columns(self.matrix.address, ids.data_ptr(), ids.numel(), out.data_ptr())
+        self._dequantize_columns(self.matrix.address, ids.data_ptr(), ids.numel(), out.data_ptr())
         return out.to(self._dtype)
 
 
@@ -64,11 +63,17 @@ class RmsNorm:
         self._run(x, None, None, out)
         return out
 
-    def _run(self, x: Tensor, residual: int | None, total: int | None, out: Tensor) -> None:
+    def _run(self, x: Tensor, residual: Tensor | None, total: Tensor | None, out: Tensor) -> None:
         width = self.scale.shape[0]
         self.library.rms_norm(
-            *(x.data_ptr(), residual, self.scale.data_ptr(), self.eps, x.numel() // width, width),
-            *(total, out.data_ptr(), torch.get_num_threads()),
+            *(
+                x.data_ptr(),
+                None if residual is None else residual.data_ptr(),
+                self.scale.data_ptr(),
+                self.eps,
+            ),
+            *(x.numel() // width, width, None if total is None else total.data_ptr(), out.data_ptr()),
+            torch.get_num_threads(),
         )
 
 
@@ -84,7 +89,7 @@ class AddRmsNorm(RmsNorm):
             total = x + y
             return total, self.fallback(total)
         total, out = torch.empty_like(x), torch.empty_like(x)
-        self._run(x, y.data_ptr(), total.data_ptr(), out)
+        self._run(x, y, total, out)
         return total, out
 
 

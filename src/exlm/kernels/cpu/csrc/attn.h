@@ -1,4 +1,4 @@
-/* What decode and prefill attention share: arguments, RoPE, the paged KV cache, softmax.
+/* The parts that decode and prefill attention share: arguments, RoPE, the paged KV cache, softmax.
 
    Keys and values are float32, float16, codes of 8 or 4 bits over a Hadamard rotation with a float16 scale for each 32
    (KV_GROUP), or the upper bytes of float16. Every head of every token is computed by itself and over its keys in
@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     uint8_t *codes;
     uint16_t *scales; /* (pages, page_size, kv_heads, head_dim / KV_GROUP) */
-    int64_t bits;     /* 8, 4, or TRUNCATED_F16: the upper bytes of float16, which only prefill reads */
+    int64_t bits;     /* 8, 4, or TRUNCATED_F16: the upper bytes of float16, which decode does not read */
 } QuantKV;
 
 /* A call: `tokens` new tokens of each of `rows` sequences. */
@@ -45,15 +45,15 @@ typedef struct {
 } AttnArgs;
 
 INLINE void rope(const AttnParams *l, const float *x, int64_t position, float *out) {
-    int half = l->rope_dim / 2, whole = l->interleaved ? 0 : half / LANES * LANES;
+    int half = l->rope_dim / 2, vector_end = l->interleaved ? 0 : half / LANES * LANES;
     int step = l->interleaved ? 2 : 1, b_at = l->interleaved ? 1 : half;
     const float *cos = l->cos + position * half, *sin = l->sin + position * half;
-    for (int i = 0; i < whole; i += LANES) {
+    for (int i = 0; i < vector_end; i += LANES) {
         f32x16 a = load16(x + i), b = load16(x + half + i), c = load16(cos + i), s = load16(sin + i);
         store16(out + i, a * c - b * s);
         store16(out + half + i, b * c + a * s);
     }
-    for (int i = whole; i < half; i++) {
+    for (int i = vector_end; i < half; i++) {
         float a = x[i * step], b = x[i * step + b_at];
         out[i * step] = a * cos[i] - b * sin[i];
         out[i * step + b_at] = b * cos[i] + a * sin[i];
@@ -91,10 +91,10 @@ static int64_t kv_slot(const AttnArgs *c, int row, int64_t pos) {
     return c->pages[(int64_t)row * c->page_stride + pos / c->page_size] * c->page_size + pos % c->page_size;
 }
 
-/* The slot of a row's token, and in `count` how many of the next `most` tokens lie behind it in its page. */
-static int64_t page_run(const AttnArgs *c, int row, int64_t pos, int64_t most, int64_t *count) {
+/* The slot of a row's token; `count`: how many tokens follow from there on in the same page, at most max_count. */
+static int64_t page_run(const AttnArgs *c, int row, int64_t pos, int64_t max_count, int64_t *count) {
     int64_t rest = c->page_size - pos % c->page_size;
-    *count = rest < most ? rest : most;
+    *count = rest < max_count ? rest : max_count;
     return kv_slot(c, row, pos);
 }
 
@@ -137,22 +137,22 @@ static void append_kv(const AttnArgs *c, int i) {
 
 /* scores = exp(scores - max); returns their sum. */
 static float softmax_numerators(float *scores, int64_t count) {
-    int64_t whole = count / LANES * LANES;
-    int rest = (int)(count - whole);
+    int64_t vector_end = count / LANES * LANES;
+    int rest = (int)(count - vector_end);
     f32x16 sum = {0}, largest = sum + scores[0];
-    for (int64_t j = 0; j < whole; j += LANES) largest = max16(load16(scores + j), largest);
+    for (int64_t j = 0; j < vector_end; j += LANES) largest = max16(load16(scores + j), largest);
     float max = scores[0];
     for (int n = 0; n < LANES; n++) max = largest[n] > max ? largest[n] : max;
-    for (int64_t j = whole; j < count; j++) max = scores[j] > max ? scores[j] : max;
-    for (int64_t j = 0; j < whole; j += LANES) {
+    for (int64_t j = vector_end; j < count; j++) max = scores[j] > max ? scores[j] : max;
+    for (int64_t j = 0; j < vector_end; j += LANES) {
         f32x16 prob = exp16(load16(scores + j) - max);
         store16(scores + j, prob);
         sum += prob;
     }
     if (rest) {
-        f32x16 prob = exp16(load16_tail(scores + whole, rest) - max);
-        memcpy(scores + whole, &prob, rest * sizeof(float));
-        sum += load16_tail(scores + whole, rest);
+        f32x16 prob = exp16(load16_tail(scores + vector_end, rest) - max);
+        memcpy(scores + vector_end, &prob, rest * sizeof(float));
+        sum += load16_tail(scores + vector_end, rest);
     }
     return sum16(sum);
 }
@@ -166,6 +166,15 @@ enum { DOT_KEYS = 2 };
 enum { DOT_KEYS = 1 };
 #endif
 enum { DOT_HEADS = 3, DOT_REGS = 4, CACHE_LINE = 64 };
+
+/* Runs CALL(heads) with the next block's number of heads, at most DOT_HEADS, as a constant. */
+#define SWITCH_HEADS(heads_left, CALL) \
+    if ((heads_left) >= 3)             \
+        CALL(3);                       \
+    else if ((heads_left) == 2)        \
+        CALL(2);                       \
+    else                               \
+        CALL(1)
 
 #define EACH_HEAD(h) _Pragma("GCC unroll 3") for (int h = 0; h < heads; h++)
 #define EACH_KEY(k) _Pragma("GCC unroll 4") for (int k = 0; k < DOT_KEYS; k++)

@@ -1,17 +1,23 @@
-/* Attention of a few new tokens over quantised pages: codes of 8 or 4 bits, a float16 scale for each 32, of numbers
-   after a Hadamard transform.
+/* Decode attention over quantised pages: codes of 8 or 4 bits, a float16 scale for each 32 (KV_GROUP), of numbers after
+   a Hadamard transform.
 
-   New tokens are quantised bit for bit as the cache defines it, but seen as they came. Old ones are read without
-   undoing the transform: H is symmetric, so q . Hx = Hq . x. The query is transformed once and so is the output. The
-   centre of the codes, 2^(bits - 1), is taken off by group: sum q * (code - centre) = sum q * code - centre * sum q.
+     codes  (pages, page_size, kv_heads, head_dim)   8 bits: a byte each      [x0] [x1] [x2] ... [x31]
+                                                     4 bits: two to a byte    [x1:4 x0:4] [x3:4 x2:4] ... [x31:4 x30:4]
+     scales (pages, page_size, kv_heads, head_dim / 32)                       x = (code - 2^(bits - 1)) * scale
 
-   Numbers over codes of 4 bits are kept in packed order meanwhile: of a group even places first, then odd ones.
-   Products are rounded before they are added, in the same order as if every head and token were computed by itself. */
+   New tokens are quantised bit for bit as the cache defines it, but attention reads them unquantised. Old ones are read
+   without undoing the transform: H is symmetric, so q . Hx = Hq . x. The query is transformed once and so is the
+   output. The centre of the codes, 2^(bits - 1), is subtracted by group: sum q * (code - centre) = sum q * code -
+   centre * sum q.
+
+   Queries and outputs over codes of 4 bits are in packed order meanwhile: of each group x0, x2, ... x30, x1, x3, ...
+   x31, because the low and the high nibbles of 16 bytes are a vector each. Products are rounded before they are added,
+   in the same order as if every head and token were computed by itself. */
 
 #ifndef EXLM_ATTN_DECODE_Q_H
 #define EXLM_ATTN_DECODE_Q_H
 
-#include "attn.h"
+#include "attn_decode.h"
 
 enum { PREFETCH_TOKENS = 32 };
 
@@ -69,26 +75,21 @@ INLINE void qk_heads_q(const QuantTokens *t, int64_t n, int heads, int bits, con
                 high[k] = f32_mul(high[k], f32_set1(factor[k]));
             }
             EACH_HEAD(h) {
-                const float *own = q + h * t->dim + g * KV_GROUP + reg * VLEN;
-                f32v a = f32_load(own), b = f32_load(own + LANES);
+                const float *group_q = q + h * t->dim + g * KV_GROUP + reg * VLEN;
+                f32v a = f32_load(group_q), b = f32_load(group_q + LANES);
                 EACH_KEY(k) sum[h][k][reg] = sum[h][k][reg] + f32_mul(a, low[k]) + f32_mul(b, high[k]);
             }
         }
     }
     EACH_HEAD(h) {
-        float found[4] = {0};
-        f32x16 whole[4] = {{0}};
-        memcpy(whole, sum[h], DOT_KEYS * sizeof *whole);
-        if (DOT_KEYS == 4)
-            sum16_x4(whole[0], whole[1], whole[2], whole[3], found);
-        else
-            EACH_KEY(k) found[k] = sum16(whole[k]);
-        for (int k = 0; k < valid; k++) scores[h * count + n + k] = (found[k] - centers[h][k]) * scale;
+        float dots[DOT_KEYS];
+        sum_keys(sum[h], dots);
+        for (int k = 0; k < valid; k++) scores[h * count + n + k] = (dots[k] - centers[h][k]) * scale;
     }
 }
 
-/* sums (heads, dim), in packed order, += probs (heads, count) times values; center_sums (heads, groups) sum up what the
-   centre is to be multiplied with. */
+/* sums (heads, dim), in packed order, += probs (heads, count) times values; center_sums (heads, groups) += the factors
+   of the centre. */
 INLINE void pv_heads_q(const QuantTokens *t, int heads, int bits, const float *probs, int64_t count, float *sums,
                        float *center_sums) {
     int groups = t->dim / KV_GROUP;
@@ -97,9 +98,9 @@ INLINE void pv_heads_q(const QuantTokens *t, int heads, int bits, const float *p
             f32v low[DOT_HEADS], high[DOT_HEADS];
             float centers[DOT_HEADS];
             EACH_HEAD(h) {
-                const float *own = sums + h * t->dim + g * KV_GROUP + reg * VLEN;
-                low[h] = f32_load(own);
-                high[h] = f32_load(own + LANES);
+                const float *from = sums + h * t->dim + g * KV_GROUP + reg * VLEN;
+                low[h] = f32_load(from);
+                high[h] = f32_load(from + LANES);
                 centers[h] = center_sums[h * groups + g];
             }
             for (int64_t n = 0; n < t->n_tokens; n++) {
@@ -114,9 +115,9 @@ INLINE void pv_heads_q(const QuantTokens *t, int heads, int bits, const float *p
                 }
             }
             EACH_HEAD(h) {
-                float *own = sums + h * t->dim + g * KV_GROUP + reg * VLEN;
-                f32_store(own, low[h]);
-                f32_store(own + LANES, high[h]);
+                float *to = sums + h * t->dim + g * KV_GROUP + reg * VLEN;
+                f32_store(to, low[h]);
+                f32_store(to + LANES, high[h]);
                 if (reg == LANE_REGS - 1) center_sums[h * groups + g] = centers[h];
             }
         }
@@ -129,21 +130,17 @@ static void qk_block_q(const QuantTokens *t, int heads_per_kv, const float *q, c
     for (int64_t n = 0; n < t->n_tokens; n += DOT_KEYS) {
         prefetch_tokens(t, n, DOT_KEYS);
         for (int h = 0; h < heads_per_kv; h += DOT_HEADS) {
-            const float *own = q + h * t->dim, *centers = center_q + h * groups;
+            const float *block_q = q + h * t->dim, *centers = center_q + h * groups;
             float *to = scores + h * count;
-#define QK(heads)                                                   \
-    if (t->bits == 4)                                               \
-        qk_heads_q(t, n, heads, 4, own, centers, scale, to, count); \
-    else                                                            \
-        qk_heads_q(t, n, heads, 8, own, centers, scale, to, count);
-            if (heads_per_kv - h > 2) {
-                QK(3)
-            } else if (heads_per_kv - h == 2) {
-                QK(2)
+#define QK4(heads) qk_heads_q(t, n, heads, 4, block_q, centers, scale, to, count)
+#define QK8(heads) qk_heads_q(t, n, heads, 8, block_q, centers, scale, to, count)
+            if (t->bits == 4) {
+                SWITCH_HEADS(heads_per_kv - h, QK4);
             } else {
-                QK(1)
+                SWITCH_HEADS(heads_per_kv - h, QK8);
             }
-#undef QK
+#undef QK4
+#undef QK8
         }
     }
 }
@@ -160,20 +157,16 @@ static void pv_block_q(const QuantTokens *t, int heads_per_kv, const float *prob
         prefetch_tokens(&part, 0, (int)part.n_tokens);
         for (int h = 0; h < heads_per_kv; h += DOT_HEADS) {
             const float *p = probs + h * count + n;
-            float *own = sums + h * t->dim, *centers = center_sums + h * groups;
-#define PV(heads)                                            \
-    if (t->bits == 4)                                        \
-        pv_heads_q(&part, heads, 4, p, count, own, centers); \
-    else                                                     \
-        pv_heads_q(&part, heads, 8, p, count, own, centers);
-            if (heads_per_kv - h > 2) {
-                PV(3)
-            } else if (heads_per_kv - h == 2) {
-                PV(2)
+            float *to = sums + h * t->dim, *centers = center_sums + h * groups;
+#define PV4(heads) pv_heads_q(&part, heads, 4, p, count, to, centers)
+#define PV8(heads) pv_heads_q(&part, heads, 8, p, count, to, centers)
+            if (t->bits == 4) {
+                SWITCH_HEADS(heads_per_kv - h, PV4);
             } else {
-                PV(1)
+                SWITCH_HEADS(heads_per_kv - h, PV8);
             }
-#undef PV
+#undef PV4
+#undef PV8
         }
     }
 }
@@ -275,7 +268,7 @@ static void append_q_chunk(void *args, int i) {
     append_kv_q(job->args, i, job->new_keys, job->work + (long)i * l->kv_heads * l->head_dim);
 }
 
-/* What the query heads of a token see of a kv head: `count` tokens from `first` on, of which `old` are codes. */
+/* The tokens of a kv head that the query heads of a token see: `count` from `first` on, of which `old` are codes. */
 typedef struct {
     int row, head, heads_per_kv;
     int64_t first, old, count;
@@ -308,14 +301,14 @@ static void finish_heads_q(const QuantDecodeJob *job, const KvView *view, float 
     const AttnArgs *c = job->args;
     int dim = c->params->head_dim, width = c->params->kv_heads * dim, groups = dim / KV_GROUP;
     int heads = view->heads_per_kv;
-    int64_t count = view->count, some;
+    int64_t count = view->count, in_page;
     float *denominators = scores + heads * count;
     for (int h = 0; h < heads; h++) denominators[h] = softmax_numerators(scores + h * count, count);
     memset(sums, 0, heads * dim * sizeof(float));
     memset(center_sums, 0, heads * groups * sizeof(float));
-    for (int64_t j = 0; j < view->old; j += some) {
-        int64_t slot = page_run(c, view->row, view->first + j, view->old - j, &some);
-        QuantTokens values = quant_tokens(&c->quant_values, slot, some, dim, width, view->head);
+    for (int64_t j = 0; j < view->old; j += in_page) {
+        int64_t slot = page_run(c, view->row, view->first + j, view->old - j, &in_page);
+        QuantTokens values = quant_tokens(&c->quant_values, slot, in_page, dim, width, view->head);
         pv_block_q(&values, heads, scores + j, count, sums, center_sums);
     }
     for (int h = 0; h < heads; h++)
@@ -333,14 +326,14 @@ static void decode_q_chunk(void *args, int chunk) {
     int bits = (int)c->quant_keys.bits, interleave = (int)c->hadamard_interleave;
     long first_head = (long)i * l->heads + head * heads;
     int64_t past = c->past_lens[row], pos = past + i % c->tokens, first = window_start(l, pos);
-    int64_t count = pos - first + 1, old = past > first ? past - first : 0, some;
+    int64_t count = pos - first + 1, old = past > first ? past - first : 0, in_page;
     KvView view = {row, head, heads, first, old, count};
     float *q = job->scratch + chunk * job->scratch_size, *transformed = q + heads * dim;
     float *center_q = transformed + heads * dim, *scores = center_q + heads * groups, center = (float)(1 << (bits - 1));
     for (int h = 0; h < heads; h++) {
-        float *own = q + h * dim, work[MAX_HEAD_DIM];
-        rope(l, c->q + (first_head + h) * dim, c->positions[i], own);
-        memcpy(work, own, dim * sizeof(float));
+        float *head_q = q + h * dim, work[MAX_HEAD_DIM];
+        rope(l, c->q + (first_head + h) * dim, c->positions[i], head_q);
+        memcpy(work, head_q, dim * sizeof(float));
         hadamard(work, dim, interleave, 0);
         to_packed_order(work, dim, bits, transformed + h * dim);
         for (int g = 0; g < groups; g++) {
@@ -349,9 +342,9 @@ static void decode_q_chunk(void *args, int chunk) {
             center_q[h * groups + g] = sum * center;
         }
     }
-    for (int64_t j = 0; j < old; j += some) {
-        int64_t slot = page_run(c, row, first + j, old - j, &some);
-        QuantTokens keys = quant_tokens(&c->quant_keys, slot, some, dim, width, head);
+    for (int64_t j = 0; j < old; j += in_page) {
+        int64_t slot = page_run(c, row, first + j, old - j, &in_page);
+        QuantTokens keys = quant_tokens(&c->quant_keys, slot, in_page, dim, width, head);
         qk_block_q(&keys, heads, transformed, center_q, l->scale / (float)KV_GROUP, scores + j, count);
     }
     for (int64_t j = old; j < count; j++) {

@@ -1,12 +1,14 @@
-/* Attention of many new tokens: for each kv head, keys and values are laid out in blocks once, then ATTN_BLOCK_M
-   queries at a time go over the blocks with an online softmax: what is summed so far is rescaled when a higher score
-   comes. A query's blocks begin at multiples of ATTN_BLOCK_N and are added in order. Over float pages new tokens are
-   seen as they are stored, over quantised pages as they came. */
+/* Prefill attention (more than MAX_DECODE_TOKENS new tokens): for each kv head, keys and values are copied to blocks of
+   ATTN_BLOCK_N tokens once, then ATTN_BLOCK_M queries at a time go over the blocks with an online softmax: the sums so
+   far are rescaled when a higher score comes. A query's blocks begin at multiples of ATTN_BLOCK_N and are added in
+   order. Over float pages new tokens are read as they are stored, over quantised pages unquantised.
+
+     block of keys    (head_dim, 64)   d 0: token 0 ... 63 | d 1: token 0 ... 63 | ...   a register: d of some keys
+     block of values  (64, head_dim)   token 0: d 0, 1, ... | token 1: d 0, 1, ...       a register: part of a value */
 
 #ifndef EXLM_ATTN_PREFILL_H
 #define EXLM_ATTN_PREFILL_H
 
-#include "attn.h"
 #include "attn_decode.h"
 #include "attn_decode_q.h"
 
@@ -72,7 +74,7 @@ static void dequantize_head(const QuantKV *from, int64_t at, int dim, int interl
 }
 
 /* Key and value of any token, of quantised pages. */
-static void load_kv_head(const PrefillJob *p, int64_t pos, float *key, float *value) {
+static void load_kv_head_q(const PrefillJob *p, int64_t pos, float *key, float *value) {
     const AttnArgs *c = p->args;
     int dim = c->params->head_dim, width = c->params->kv_heads * dim, interleave = (int)c->hadamard_interleave;
     int64_t past = c->past_lens[p->row];
@@ -87,41 +89,32 @@ static void load_kv_head(const PrefillJob *p, int64_t pos, float *key, float *va
     dequantize_head(&c->quant_values, at, dim, interleave, value);
 }
 
-static void pack_kv_block_q(const PrefillJob *p, int64_t block) {
-    int dim = p->args->params->head_dim;
-    float *keys = p->keys + block * ATTN_BLOCK_N * dim, *values = p->values + block * ATTN_BLOCK_N * dim;
-    float key[MAX_HEAD_DIM];
-    for (int n = 0; n < ATTN_BLOCK_N; n++) {
-        int64_t pos = block * ATTN_BLOCK_N + n;
-        memset(key, 0, sizeof key);
-        if (pos < p->count)
-            load_kv_head(p, pos, key, values + n * dim);
-        else
-            memset(values + n * dim, 0, dim * sizeof(float));
-        for (int d = 0; d < dim; d++) keys[d * ATTN_BLOCK_N + n] = key[d];
+/* Key and value of any token, of float pages. */
+INLINE void load_kv_head(const PrefillJob *p, int64_t pos, int kv_f16, float *key, float *value) {
+    const AttnArgs *c = p->args;
+    const char *stored_key = kv_pointer(c, c->keys, p->row, pos, p->head, kv_f16);
+    const char *stored_value = kv_pointer(c, c->values, p->row, pos, p->head, kv_f16);
+    for (int d = 0; d < c->params->head_dim; d += VLEN) {
+        f32v k = load_kv(stored_key, d, kv_f16), v = load_kv(stored_value, d, kv_f16);
+        f32_store(key + d, k);
+        f32_store(value + d, v);
     }
 }
 
-INLINE void pack_kv_block(const PrefillJob *p, int64_t block, int kv_f16) {
-    const AttnArgs *c = p->args;
-    int dim = c->params->head_dim;
-    float *keys = p->keys + block * ATTN_BLOCK_N * dim, *values = p->values + block * ATTN_BLOCK_N * dim;
-    float own[MAX_HEAD_DIM];
-    for (int n = 0; n < ATTN_BLOCK_N; n++) {
+INLINE void pack_kv_block(const PrefillJob *p, int64_t block, int quantised, int kv_f16) {
+    int dim = p->args->params->head_dim;
+    float *keys = p->keys + block * ATTN_BLOCK_N * dim, *value = p->values + block * ATTN_BLOCK_N * dim;
+    float key[MAX_HEAD_DIM];
+    for (int n = 0; n < ATTN_BLOCK_N; n++, value += dim) {
         int64_t pos = block * ATTN_BLOCK_N + n;
         if (pos >= p->count) {
-            memset(own, 0, dim * sizeof(float));
-            memset(values + n * dim, 0, dim * sizeof(float));
-        } else {
-            const char *key = kv_pointer(c, c->keys, p->row, pos, p->head, kv_f16);
-            const char *value = kv_pointer(c, c->values, p->row, pos, p->head, kv_f16);
-            for (int d = 0; d < dim; d += VLEN) {
-                f32v k = load_kv(key, d, kv_f16), v = load_kv(value, d, kv_f16);
-                f32_store(own + d, k);
-                f32_store(values + n * dim + d, v);
-            }
-        }
-        for (int d = 0; d < dim; d++) keys[d * ATTN_BLOCK_N + n] = own[d];
+            memset(key, 0, dim * sizeof(float));
+            memset(value, 0, dim * sizeof(float));
+        } else if (quantised)
+            load_kv_head_q(p, pos, key, value);
+        else
+            load_kv_head(p, pos, kv_f16, key, value);
+        for (int d = 0; d < dim; d++) keys[d * ATTN_BLOCK_N + n] = key[d];
     }
 }
 
@@ -133,11 +126,11 @@ static void pack_kv_chunk(void *job, int chunk) {
     int64_t blocks = (p->count + ATTN_BLOCK_N - 1) / ATTN_BLOCK_N, first = p->queries * chunk / blocks;
     int heads_per_kv = l->heads / l->kv_heads;
     if (c->quant_keys.bits)
-        pack_kv_block_q(p, chunk);
+        pack_kv_block(p, chunk, 1, 0);
     else if (c->kv_f16)
-        pack_kv_block(p, chunk, 1);
+        pack_kv_block(p, chunk, 0, 1);
     else
-        pack_kv_block(p, chunk, 0);
+        pack_kv_block(p, chunk, 0, 0);
     for (int64_t n = first; n < p->queries * (chunk + 1) / blocks; n++) {
         int64_t token = (int64_t)p->row * c->tokens + n / heads_per_kv;
         int64_t head = token * l->heads + p->head * heads_per_kv + n % heads_per_kv;
@@ -155,11 +148,11 @@ INLINE void qk_tile(const float *const *q, const float *keys, int dim, float *sc
         EACH_QUERY(r)
             EACH_COLUMN(c) sum[r][c] = f32_set1(0);
         for (int d = 0; d < dim; d++) {
-            f32v own[ATTN_REGS];
-            EACH_COLUMN(c) own[c] = f32_load(keys + d * ATTN_BLOCK_N + at + c * VLEN);
+            f32v key[ATTN_REGS];
+            EACH_COLUMN(c) key[c] = f32_load(keys + d * ATTN_BLOCK_N + at + c * VLEN);
             EACH_QUERY(r) {
                 f32v number = f32_set1(q[r][d]);
-                EACH_COLUMN(c) sum[r][c] = f32_fma(sum[r][c], own[c], number);
+                EACH_COLUMN(c) sum[r][c] = f32_fma(sum[r][c], key[c], number);
             }
         }
         EACH_QUERY(r)
@@ -167,18 +160,18 @@ INLINE void qk_tile(const float *const *q, const float *keys, int dim, float *sc
     }
 }
 
-/* outs += probs (ATTN_BLOCK_M, ATTN_BLOCK_N) times `count` values, in some registers of their numbers from `at` on. */
+/* outs += probs (ATTN_BLOCK_M, ATTN_BLOCK_N) times `count` values, in `columns` registers from number `at` on. */
 INLINE void pv_tile(const float *probs, const float *values, int count, int dim, float *const *outs, int at,
                     int columns) {
     f32v sum[ATTN_BLOCK_M][ATTN_REGS];
     EACH_QUERY(r)
         EACH_COLUMN(c) sum[r][c] = f32_load(outs[r] + at + c * VLEN);
     for (int n = 0; n < count; n++) {
-        f32v own[ATTN_REGS];
-        EACH_COLUMN(c) own[c] = f32_load(values + (long)n * dim + at + c * VLEN);
+        f32v value[ATTN_REGS];
+        EACH_COLUMN(c) value[c] = f32_load(values + (long)n * dim + at + c * VLEN);
         EACH_QUERY(r) {
             f32v prob = f32_set1(probs[r * ATTN_BLOCK_N + n]);
-            EACH_COLUMN(c) sum[r][c] = f32_fma(sum[r][c], own[c], prob);
+            EACH_COLUMN(c) sum[r][c] = f32_fma(sum[r][c], value[c], prob);
         }
     }
     EACH_QUERY(r)
@@ -295,8 +288,8 @@ static int attn_prefill(const AttnArgs *c, int64_t longest, int threads) {
    longest row. Returns 0, or 1 if there is no memory. */
 EXPORT int exlm_attention(const AttnArgs *c, int64_t longest, int threads) {
     const AttnParams *l = c->params;
-    int many = c->tokens > MAX_DECODE_TOKENS, quantised = c->quant_keys.bits > 0;
-    if (many && !(quantised && l->kv_heads * l->head_dim > MAX_KV_WIDTH)) return attn_prefill(c, longest, threads);
+    int prefill = c->tokens > MAX_DECODE_TOKENS, quantised = c->quant_keys.bits > 0;
+    if (prefill && !(quantised && l->kv_heads * l->head_dim > MAX_KV_WIDTH)) return attn_prefill(c, longest, threads);
     return quantised ? attn_decode_q(c, longest, threads) : attn_decode(c, longest, threads);
 }
 

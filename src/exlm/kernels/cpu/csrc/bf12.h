@@ -4,10 +4,24 @@
    largest, which is kept once for each output (its unit). The few smaller numbers are outliers: their code is zero and
    they are listed with their inputs.
 
-   A code is a 16-bit word with 4 spare bits: sign, 4 spare bits, 4-bit exponent, 7 bits of mantissa. The spare bits of
-   three words hold the 12 used bits of a fourth. A row is blocks of eight kblocks, 16 lanes of three pairs of words
-   (the lower word first) for kblocks 0 to 5, whose spare bits hold kblocks 6 and 7. The last block may be half of that:
-   16 lanes of one pair, then 16 words.
+   A code is a 16-bit word with 4 spare bits; the spare bits of three words hold the 12 bits of a fourth:
+
+     bit      15   14 13 12 11   10 ...... 7   6 ...... 0
+            [ sign | 4 spare   | e3 e2 e1 e0 | m6 ... m0 ]      e: exponent, m: mantissa
+
+     spare bits of kblock 0: sign, e3, e2, e1 of kblock 6      of kblock 1: those of kblock 7
+                   kblock 2: e0, m6, m5, m4                       kblock 3
+                   kblock 4: m3, m2, m1, m0                       kblock 5
+
+   An output is a row of blocks of eight kblocks (128 inputs), BF12_BLOCK_BYTES = 192 bytes each; lane i of a kblock is
+   its input i:
+
+     bytes 0 to 63      lane 0: [word of kblock 0][word of kblock 1]  lane 1: ...  lane 15
+     bytes 64 to 127    the same of kblocks 2 and 3
+     bytes 128 to 191   the same of kblocks 4 and 5
+
+   The last block may be half of that, four kblocks in 96 bytes: 16 lanes of a pair (kblocks 0 and 1), then 16 words of
+   kblock 2; the spare bits of the three hold kblock 3.
 
    Read as the upper half of a float32, a word is a number near 2^-112. x is multiplied with BF12_UP first and the sum
    with the output's unit in the end: powers of two do not round. */
@@ -168,7 +182,7 @@ static void bf12_pack_block(uint16_t (*words)[LANES], int kblocks, uint16_t *to)
     if (kblocks != BF12_KBLOCKS) memcpy(to, words[2], sizeof words[2]);
 }
 
-static void bf12_write_chunk(void *job, int chunk) {
+static void bf12_pack_chunk(void *job, int chunk) {
     Bf12Args *p = job;
     long last = (chunk + 1l) * BF12_CHUNK < p->outputs ? (chunk + 1l) * BF12_CHUNK : p->outputs;
     for (long output = (long)chunk * BF12_CHUNK; output < last; output++) {
@@ -211,7 +225,7 @@ EXPORT void exlm_bf12_pack(const float *from, long outputs, long width, const Bf
         .outputs = outputs,
         .width = width,
     };
-    parallel_for(bf12_write_chunk, &job, (int)((outputs + BF12_CHUNK - 1) / BF12_CHUNK), threads);
+    parallel_for(bf12_pack_chunk, &job, (int)((outputs + BF12_CHUNK - 1) / BF12_CHUNK), threads);
 }
 
 #endif

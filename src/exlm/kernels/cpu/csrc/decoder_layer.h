@@ -15,13 +15,13 @@ typedef struct {
 typedef struct {
     const int64_t *pages, *past_lens, *positions;
     int32_t rows, tokens, page_stride;
-} BatchPtrs;
+} BatchArgs;
 
 enum { LAYER_BLOCK_M = 96 }; /* rows that go from attention to the layer's end while they are cached */
 
 /* y (rows, width) = the layer's output for x; they may be the same. `layer` lacks the batch and q, k, v. Returns 0, or
    1 if there is no memory. */
-static int decoder_layer(const LayerWeights *weights, const AttnArgs *layer, const BatchPtrs *batch, const float *x,
+static int decoder_layer(const LayerWeights *weights, const AttnArgs *layer, const BatchArgs *batch, const float *x,
                          float *y, int64_t longest, int threads) {
     long rows = (long)batch->rows * batch->tokens, block_m = rows < LAYER_BLOCK_M ? rows : LAYER_BLOCK_M;
     long width = weights->o.matrices[0]->outputs, hidden = weights->gate_up.matrices[0]->outputs;
@@ -62,7 +62,7 @@ static int decoder_layer(const LayerWeights *weights, const AttnArgs *layer, con
 
 /* y = all layers of x, one after the other, each with its own cache. */
 EXPORT int exlm_decoder_layers(const LayerWeights *const *weights, const AttnArgs *layers, int count,
-                               const BatchPtrs *batch, const float *x, float *y, int64_t longest, int threads) {
+                               const BatchArgs *batch, const float *x, float *y, int64_t longest, int threads) {
     int failed = 0;
     for (int n = 0; n < count && !failed; n++)
         failed = decoder_layer(weights[n], layers + n, batch, n ? y : x, y, longest, threads);

@@ -18,21 +18,21 @@ typedef struct {
     f32v scale[PANEL_REGS], minimum[PANEL_REGS];
     i32v zero[PANEL_REGS];
     int has_zeros, has_minima, shared_zero; /* shared_zero: of all outputs, if not has_zeros */
-} Dequant;
+} GroupFactors;
 
 /* Kernels are specialised for float16 scales alone, with float16 minima, or with uint8 zero points. */
 enum { DEQUANT_ANY, DEQUANT_SCALE, DEQUANT_SCALE_MIN, DEQUANT_SCALE_ZERO };
 
 static int dequant_mode(const Segment *segment) {
-    int minima = segment->minima.kind, zeros = segment->zeros.kind;
-    if (segment->scales.kind != F16) return DEQUANT_ANY;
+    int minima = segment->minima.dtype, zeros = segment->zeros.dtype;
+    if (segment->scales.dtype != F16) return DEQUANT_ANY;
     if (!minima && !zeros) return DEQUANT_SCALE;
     if (!zeros && minima == F16) return DEQUANT_SCALE_MIN;
     return !minima && zeros == U8 ? DEQUANT_SCALE_ZERO : DEQUANT_ANY;
 }
 
-INLINE void load_dequant_reg(Dequant *out, const Segment *segment, int mode, Panel panel, int group, int v) {
-    int has_zeros = segment->zeros.kind, has_minima = segment->minima.kind, offset = SIGN_OFFSET(segment);
+INLINE void load_group_factors_reg(GroupFactors *out, const Segment *segment, int mode, Panel panel, int group, int v) {
+    int has_zeros = segment->zeros.dtype, has_minima = segment->minima.dtype, offset = SIGN_OFFSET(segment);
     if (mode) {
         has_zeros = mode == DEQUANT_SCALE_ZERO;
         has_minima = mode == DEQUANT_SCALE_MIN;
@@ -53,18 +53,18 @@ INLINE void load_dequant_reg(Dequant *out, const Segment *segment, int mode, Pan
     if (has_zeros && offset) out->zero[v] = i32_add(out->zero[v], i32_set1(-offset));
 }
 
-INLINE void load_dequant(Dequant *out, const Segment *segment, int mode, Panel panel, int group) {
+INLINE void load_group_factors(GroupFactors *out, const Segment *segment, int mode, Panel panel, int group) {
     int regs = panel.tiles * LANE_REGS;
-    EACH_REG(v) load_dequant_reg(out, segment, mode, panel, group, v);
+    EACH_REG(v) load_group_factors_reg(out, segment, mode, panel, group, v);
 }
 
 /* What is added to a dot product for the zero points. */
-INLINE i32v zero_correction(const Dequant *g, int v, const ActScale *act_scale) {
+INLINE i32v zero_correction(const GroupFactors *g, int v, const ActScale *act_scale) {
     if (g->has_zeros) return i32_mul(g->zero[v], i32_set1(-act_scale->int_sum));
     return i32_set1((int)((uint32_t)-g->shared_zero * (uint32_t)act_scale->int_sum));
 }
 
-INLINE f32v add_dequantized(f32v sum, i32v dot, const Dequant *g, int v, const ActScale *act_scale) {
+INLINE f32v add_dequantized(f32v sum, i32v dot, const GroupFactors *g, int v, const ActScale *act_scale) {
     sum = f32_fma(sum, f32_mul(f32_from_i32(dot), f32_set1(act_scale->delta)), g->scale[v]);
     return g->has_minima ? f32_fnma(sum, g->minimum[v], f32_set1(act_scale->sum)) : sum;
 }

@@ -47,7 +47,7 @@ EXPORT int exlm_sizeof(const char *name) {
     SIZE(AttnArgs)
     SIZE(LinearGroup)
     SIZE(LayerWeights)
-    SIZE(BatchPtrs)
+    SIZE(BatchArgs)
 #undef SIZE
     return -1;
 }

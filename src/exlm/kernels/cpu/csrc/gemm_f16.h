@@ -1,5 +1,9 @@
-/* Products with float matrices: float16 and bfloat16 as files have them, (outputs, inputs), and BF12. Computed in
-   float32 from the stored numbers.
+/* Products with float matrices: float16 and bfloat16 as files have them, (outputs, inputs), and BF12 (bf12.h). Computed
+   in float32 from the stored numbers.
+
+   x is packed for a microkernel of `rows` rows, so that one pointer walks through it (pack_x_chunk):
+
+     [ row 0: k 0..15 | row 1: k 0..15 | ... ][ row 0: k 16..31 | row 1: k 16..31 | ... ] ...
 
    The sums of a few rows and outputs stay in registers: each load of x serves all these outputs, each load of weights
    all these rows. An output of a row has sixteen sums over k in order, added up in one fixed order, so its bits depend
@@ -29,16 +33,16 @@ enum { F16_PREFETCH = 512, F16_NC_BYTES = 1 << 18 }; /* bytes ahead; bytes of we
 #define EACH_KBLOCK(kblock) _Pragma("GCC unroll 8") for (int kblock = 0; kblock < kblocks; kblock++)
 #define EACH_OUTPUT(n) _Pragma("GCC unroll 4") for (int n = 0; n < outputs; n++)
 
-INLINE f32v load_f16_or_bf16(const uint16_t *p, int kind) {
-    return kind == F16 ? f32_load_f16(p) : (f32v)i32_shl(i32_load_u16(p), 16);
+INLINE f32v load_f16_or_bf16(const uint16_t *p, int dtype) {
+    return dtype == F16 ? f32_load_f16(p) : (f32v)i32_shl(i32_load_u16(p), 16);
 }
 
 /* sum += x (rows, 16) times weights (outputs), both one register of a kblock. */
 INLINE void fma_products(const f32v *weights, const float *x, int reg, int rows, int outputs, F16Sums sum) {
     EACH_ROW(r) {
-        f32v own = f32_load(x + r * LANES + reg * VLEN);
-        if (outputs > 1) KEEP_IN_REG(own);
-        EACH_OUTPUT(n) sum[n][r][reg] = f32_fma(sum[n][r][reg], weights[n], own);
+        f32v x_reg = f32_load(x + r * LANES + reg * VLEN);
+        if (outputs > 1) KEEP_IN_REG(x_reg);
+        EACH_OUTPUT(n) sum[n][r][reg] = f32_fma(sum[n][r][reg], weights[n], x_reg);
     }
 }
 
@@ -48,7 +52,7 @@ INLINE void prefetch_f16(const uint8_t *at, long spacing, int bytes, int outputs
 }
 
 /* Whole outputs, `spacing` bytes apart; x goes on by `step` from one kblock to the next. */
-INLINE void dot_f16(const uint8_t *at, long spacing, int kind, int kblocks, const float *x, long step, int rows,
+INLINE void dot_f16(const uint8_t *at, long spacing, int dtype, int kblocks, const float *x, long step, int rows,
                     int outputs, F16Sums sum) {
 #pragma GCC unroll 4
     for (int kblock = 0; kblock < kblocks; kblock++, at += 2 * LANES, x += step) {
@@ -56,8 +60,8 @@ INLINE void dot_f16(const uint8_t *at, long spacing, int kind, int kblocks, cons
         EACH_LANE_REG(reg) {
             f32v weights[MAX_NR];
             EACH_OUTPUT(n) {
-                const uint16_t *own = (const uint16_t *)(at + n * spacing);
-                weights[n] = load_f16_or_bf16(own + reg * VLEN, kind);
+                const uint16_t *numbers = (const uint16_t *)(at + n * spacing);
+                weights[n] = load_f16_or_bf16(numbers + reg * VLEN, dtype);
             }
             fma_products(weights, x, reg, rows, outputs, sum);
         }
@@ -98,9 +102,9 @@ INLINE float finish_sum(const Matrix *m, long output, float sum, const float *x,
 }
 
 /* y (real_rows, outputs) for `count` outputs from `first` on; rows from real_rows to rows are padding. */
-INLINE void f16_microkernel(const Matrix *m, int kind, const float *x, int rows, int real_rows, long first, long count,
+INLINE void f16_microkernel(const Matrix *m, int dtype, const float *x, int rows, int real_rows, long first, long count,
                             float *y) {
-    int outputs = F16_NR(rows), many = outputs * rows, kblocks = m->inputs / LANES;
+    int outputs = F16_NR(rows), sum_count = outputs * rows, kblocks = m->inputs / LANES;
     long step = rows * LANES, bytes = (long)m->inputs * m->segments->bits / 8, stride = count / outputs;
     for (long output = first; output < first + stride; output++) {
         const uint8_t *at = m->segments->codes + output * bytes;
@@ -109,23 +113,23 @@ INLINE void f16_microkernel(const Matrix *m, int kind, const float *x, int rows,
         EACH_OUTPUT(n)
             EACH_ROW(r)
                 EACH_LANE_REG(reg) sum[n][r][reg] = f32_set1(0);
-        if (kind == BF12)
+        if (dtype == BF12)
             dot_bf12(at, stride * bytes, kblocks, x, step, rows, outputs, sum);
         else
-            dot_f16(at, stride * bytes, kind, kblocks, x, step, rows, outputs, sum);
+            dot_f16(at, stride * bytes, dtype, kblocks, x, step, rows, outputs, sum);
         EACH_OUTPUT(n)
             EACH_ROW(r)
                 EACH_LANE_REG(reg) f32_store(sums + (n * rows + r) * LANES + reg * VLEN, sum[n][r][reg]);
-        if (many % 4) memset(sums + many * LANES, 0, 4 * LANES * sizeof *sums);
-        for (int i = 0; i < many; i += 4) {
+        if (sum_count % 4) memset(sums + sum_count * LANES, 0, 4 * LANES * sizeof *sums);
+        for (int i = 0; i < sum_count; i += 4) {
             const float *four = sums + i * LANES;
             sum16_x4(load16(four), load16(four + LANES), load16(four + 2 * LANES), load16(four + 3 * LANES), out + i);
         }
         EACH_OUTPUT(n)
             EACH_ROW(r) {
-                long own = output + n * stride;
+                long column = output + n * stride;
                 if (r < real_rows)
-                    y[r * (long)m->outputs + own] = finish_sum(m, own, out[n * rows + r], x + r * LANES, step);
+                    y[r * (long)m->outputs + column] = finish_sum(m, column, out[n * rows + r], x + r * LANES, step);
             }
     }
 }
@@ -133,10 +137,10 @@ INLINE void f16_microkernel(const Matrix *m, int kind, const float *x, int rows,
 /* One function for each number of rows. */
 #define ROWS(rows)                                                                                                  \
     static void f16_rows_##rows(const Matrix *m, const float *x, int real_rows, long first, long count, float *y) { \
-        int kind = m->segments->scales.kind;                                                                        \
-        if (kind == BF12)                                                                                           \
+        int dtype = m->segments->scales.dtype;                                                                        \
+        if (dtype == BF12)                                                                                           \
             f16_microkernel(m, BF12, x, rows, real_rows, first, count, y);                                          \
-        else if (kind == F16)                                                                                       \
+        else if (dtype == F16)                                                                                       \
             f16_microkernel(m, F16, x, rows, real_rows, first, count, y);                                           \
         else                                                                                                        \
             f16_microkernel(m, BF16, x, rows, real_rows, first, count, y);                                          \
@@ -153,26 +157,26 @@ ROWS(8)
 #undef ROWS
 
 static void f16_rows(const Matrix *m, const float *x, int rows, long first, long count, float *y) {
-    for (int some; rows; rows -= some, x += (long)some * m->inputs, y += (long)some * m->outputs) {
-        some = rows < F16_MR ? rows : F16_MR;
-        switch (F16_ROWS(some)) {
+    for (int block; rows; rows -= block, x += (long)block * m->inputs, y += (long)block * m->outputs) {
+        block = rows < F16_MR ? rows : F16_MR;
+        switch (F16_ROWS(block)) {
         case 1:
-            f16_rows_1(m, x, some, first, count, y);
+            f16_rows_1(m, x, block, first, count, y);
             break;
         case 2:
-            f16_rows_2(m, x, some, first, count, y);
+            f16_rows_2(m, x, block, first, count, y);
             break;
 #if defined(__AVX2__)
         case 3:
-            f16_rows_3(m, x, some, first, count, y);
+            f16_rows_3(m, x, block, first, count, y);
             break;
         case 4:
-            f16_rows_4(m, x, some, first, count, y);
+            f16_rows_4(m, x, block, first, count, y);
             break;
 #endif
 #if defined(__AVX512F__)
         case 8:
-            f16_rows_8(m, x, some, first, count, y);
+            f16_rows_8(m, x, block, first, count, y);
             break;
 #endif
         }
@@ -200,17 +204,17 @@ static void pack_x_chunk(void *job, int chunk) {
             store16(to, r < rows ? load16(p->x + (first + r) * width + i) * up : (f32x16){0});
 }
 
-/* Of a chunk's outputs as many at a time as stay in L2 until all rows have been multiplied. */
+/* A chunk's outputs in blocks that stay in L2 until all rows have been multiplied. */
 static void gemm_f16_chunk(void *job, int chunk) {
     const F16Gemm *p = job;
     const Matrix *m = p->matrix;
     long first = (long)chunk * p->per_chunk * F16_TILE, stop = first + (long)p->per_chunk * F16_TILE;
-    long some = F16_NC_BYTES / ((long)m->inputs * m->segments->bits / 8) / F16_TILE * F16_TILE;
+    long block_n = F16_NC_BYTES / ((long)m->inputs * m->segments->bits / 8) / F16_TILE * F16_TILE;
     if (stop > m->outputs) stop = m->outputs;
-    if (some < F16_TILE) some = F16_TILE;
-    if (p->rows <= F16_MR) some = stop - first;
-    for (; first < stop; first += some)
-        f16_rows(m, p->x_packed, p->rows, first, stop - first < some ? stop - first : some, p->y);
+    if (block_n < F16_TILE) block_n = F16_TILE;
+    if (p->rows <= F16_MR) block_n = stop - first;
+    for (; first < stop; first += block_n)
+        f16_rows(m, p->x_packed, p->rows, first, stop - first < block_n ? stop - first : block_n, p->y);
 }
 
 /* y (rows, outputs) = x (rows, inputs) times a float matrix + bias. Returns 0, or 1 if there is no memory. */
@@ -226,8 +230,8 @@ static int gemm_f16(const Matrix *m, const float *x, int rows, float *y, int thr
         p.y = y + (long)row * m->outputs;
         parallel_for(pack_x_chunk, &p, (p.rows + F16_MR - 1) / F16_MR, threads);
         int per_thread = (tiles + threads * 8 - 1) / (threads * 8);
-        int least = 1 + (1 << 13) / (m->inputs * (p.rows + 3) / 4);
-        p.per_chunk = per_thread > least ? per_thread : least;
+        int min_tiles = 1 + (1 << 13) / (m->inputs * (p.rows + 3) / 4);
+        p.per_chunk = per_thread > min_tiles ? per_thread : min_tiles;
         while ((tiles + p.per_chunk - 1) / p.per_chunk > MAX_CHUNKS) p.per_chunk *= 2;
         parallel_for(gemm_f16_chunk, &p, (tiles + p.per_chunk - 1) / p.per_chunk, threads);
     }
@@ -235,31 +239,31 @@ static int gemm_f16(const Matrix *m, const float *x, int rows, float *y, int thr
     return 0;
 }
 
-/* Narrowing float32 matrices whose numbers all fit 16 bits. */
+/* Casting float32 matrices to 16 bits where that changes no number. */
 
 typedef struct {
     const float *from;
     uint16_t *to;
     long count;
-    int kind;
+    int dtype;
     _Atomic int lossy;
-} NarrowArgs;
+} CastArgs;
 
-enum { NARROW_CHUNK = 1 << 16 };
+enum { CAST_CHUNK = 1 << 16 };
 
-static void narrow_chunk(void *job, int chunk) {
-    NarrowArgs *p = job;
-    long first = (long)chunk * NARROW_CHUNK, stop = first + NARROW_CHUNK < p->count ? first + NARROW_CHUNK : p->count;
+static void cast_chunk(void *job, int chunk) {
+    CastArgs *p = job;
+    long first = (long)chunk * CAST_CHUNK, stop = first + CAST_CHUNK < p->count ? first + CAST_CHUNK : p->count;
     i32v lost = i32_set1(0);
     uint32_t lanes[VLEN];
     int any = 0;
     if (p->lossy) return;
     for (long i = first; i < stop; i += VLEN) {
-        f32v own = f32_load(p->from + i);
-        i32v bits = (i32v)own;
-        if (p->kind == F16) {
-            lost = i32_or(lost, bits ^ (i32v)f32_round_f16(own));
-            f32_store_f16(p->to + i, own);
+        f32v numbers = f32_load(p->from + i);
+        i32v bits = (i32v)numbers;
+        if (p->dtype == F16) {
+            lost = i32_or(lost, bits ^ (i32v)f32_round_f16(numbers));
+            f32_store_f16(p->to + i, numbers);
         } else {
             lost = i32_or(lost, i32_and(bits, i32_set1(0xffff)));
             memcpy(lanes, &bits, sizeof bits);
@@ -272,9 +276,9 @@ static void narrow_chunk(void *job, int chunk) {
 }
 
 /* `count` floats, a multiple of 16, as float16 or bfloat16. Returns 0, or 1 if that would change one. */
-EXPORT int exlm_narrow(const float *from, long count, int kind, uint16_t *to, int threads) {
-    NarrowArgs job = {.from = from, .to = to, .count = count, .kind = kind};
-    parallel_for(narrow_chunk, &job, (int)((count + NARROW_CHUNK - 1) / NARROW_CHUNK), threads);
+EXPORT int exlm_cast_16bit(const float *from, long count, int dtype, uint16_t *to, int threads) {
+    CastArgs job = {.from = from, .to = to, .count = count, .dtype = dtype};
+    parallel_for(cast_chunk, &job, (int)((count + CAST_CHUNK - 1) / CAST_CHUNK), threads);
     return job.lossy;
 }
 

@@ -24,36 +24,25 @@ static void gemv_segment(const GemmArgs *p, const Segment *segment, Panel panel,
     const uint8_t *qact = p->qact + 2l * segment->first_k;
     const ActScale *act_scales = p->act_scales + segment->first_span;
     int mode = dequant_mode(segment);
-    if (segment->codebook) {
-        if (mode == DEQUANT_SCALE)
-            gemv_panel(segment, 4, 1, DEQUANT_SCALE, panel, qact, act_scales, sums);
-        else
-            gemv_panel(segment, 4, 1, DEQUANT_ANY, panel, qact, act_scales, sums);
-        return;
-    }
-#define GEMV(mode, bits)                                                   \
-    case (mode) << 4 | (bits):                                             \
-        gemv_panel(segment, bits, 0, mode, panel, qact, act_scales, sums); \
-        return;
-    switch (mode << 4 | segment->bits) {
-        GEMV(DEQUANT_SCALE, 2)
-        GEMV(DEQUANT_SCALE, 3)
-        GEMV(DEQUANT_SCALE, 4)
-        GEMV(DEQUANT_SCALE, 5)
-        GEMV(DEQUANT_SCALE, 6)
-        GEMV(DEQUANT_SCALE, 8)
-        GEMV(DEQUANT_SCALE_MIN, 4)
-        GEMV(DEQUANT_SCALE_ZERO, 4)
-    }
-    switch (DEQUANT_ANY << 4 | segment->bits) {
-        GEMV(DEQUANT_ANY, 2)
-        GEMV(DEQUANT_ANY, 3)
-        GEMV(DEQUANT_ANY, 4)
-        GEMV(DEQUANT_ANY, 5)
-        GEMV(DEQUANT_ANY, 6)
-        GEMV(DEQUANT_ANY, 8)
+#define GEMV(bits, has_codebook, mode) gemv_panel(segment, bits, has_codebook, mode, panel, qact, act_scales, sums)
+#define GEMV_SCALE(bits) GEMV(bits, 0, DEQUANT_SCALE)
+#define GEMV_ANY(bits) GEMV(bits, 0, DEQUANT_ANY)
+    if (segment->codebook && mode == DEQUANT_SCALE)
+        GEMV(4, 1, DEQUANT_SCALE);
+    else if (segment->codebook)
+        GEMV(4, 1, DEQUANT_ANY);
+    else if (segment->bits == 4 && mode == DEQUANT_SCALE_MIN)
+        GEMV(4, 0, DEQUANT_SCALE_MIN);
+    else if (segment->bits == 4 && mode == DEQUANT_SCALE_ZERO)
+        GEMV(4, 0, DEQUANT_SCALE_ZERO);
+    else if (mode == DEQUANT_SCALE) {
+        SWITCH_BITS(segment->bits, GEMV_SCALE)
+    } else {
+        SWITCH_BITS(segment->bits, GEMV_ANY)
     }
 #undef GEMV
+#undef GEMV_SCALE
+#undef GEMV_ANY
 }
 
 /* sums (rows, outputs of the panel) = the rows of x times a panel, plus the bias. */
@@ -79,36 +68,36 @@ typedef struct {
     int gated;             /* the result is silu(first) * second */
 } GroupedGemm;
 
-static void grouped_panel(const GroupedGemm *all, const GemmArgs *p, int index) {
+static void grouped_panel(const GroupedGemm *group, const GemmArgs *p, int index) {
     float sums[GEMM_BLOCK_M * PANEL_N] __attribute__((aligned(64)));
     float up_sums[GEMM_BLOCK_M * PANEL_N] __attribute__((aligned(64)));
     Panel panel = panel_at(p->matrix->outputs, index);
     int first = panel.first * TILE_N, panel_n = panel.tiles * TILE_N, outputs = p->matrix->outputs;
     int width = outputs - first < panel_n ? outputs - first : panel_n;
     panel_product(p, index, sums);
-    if (all->gated) {
+    if (group->gated) {
         panel_product(p + 1, index, up_sums);
         for (int n = 0; n < p->rows * panel_n; n += LANES)
             store16(sums + n, silu16(load16(sums + n)) * load16(up_sums + n));
     }
     for (int row = 0; row < p->rows; row++) {
-        float *y = p->y + (long)row * outputs + first, *own = sums + row * panel_n;
+        float *y = p->y + (long)row * outputs + first, *row_sums = sums + row * panel_n;
         const float *residual = p->residual ? p->residual + (long)row * outputs + first : NULL;
-        for (int n = 0; residual && n < width; n++) own[n] += residual[n];
+        for (int n = 0; residual && n < width; n++) row_sums[n] += residual[n];
         if (width == PANEL_N)
-            memcpy(y, own, PANEL_N * sizeof(float));
+            memcpy(y, row_sums, PANEL_N * sizeof(float));
         else
-            memcpy(y, own, width * sizeof(float));
+            memcpy(y, row_sums, width * sizeof(float));
     }
 }
 
 static void grouped_chunk(void *job, int chunk) {
-    const GroupedGemm *all = job;
-    for (int n = chunk * all->per_chunk; n < (chunk + 1) * all->per_chunk && n < all->panels; n++) {
-        const GemmArgs *p = all->parts;
+    const GroupedGemm *group = job;
+    for (int n = chunk * group->per_chunk; n < (chunk + 1) * group->per_chunk && n < group->panels; n++) {
+        const GemmArgs *p = group->parts;
         int panel = n;
         for (; panel >= p->panels; p++) panel -= p->panels;
-        grouped_panel(all, p, panel);
+        grouped_panel(group, p, panel);
     }
 }
 
@@ -119,14 +108,14 @@ static int same_quantization(const Matrix *a, const Matrix *b) {
     return !memcmp(a->segments->spans, b->segments->spans, a->span_count * sizeof(GroupSpan));
 }
 
-static void quantize_block(GroupedGemm *all, int count, int first, int rows, int threads) {
+static void quantize_block(GroupedGemm *group, int count, int first, int rows, int threads) {
     for (int n = 0; n < count; n++) {
-        GemmArgs *p = all->parts + n;
+        GemmArgs *p = group->parts + n;
         p->first = first;
         p->rows = rows;
-        if (n && same_quantization(p->matrix, all->parts->matrix)) {
-            p->qact = all->parts->qact;
-            p->act_scales = all->parts->act_scales;
+        if (n && same_quantization(p->matrix, group->parts->matrix)) {
+            p->qact = group->parts->qact;
+            p->act_scales = group->parts->act_scales;
             continue;
         }
         p->per_chunk = 1 + (1 << 14) / p->matrix->k_padded;
@@ -147,31 +136,31 @@ static int gemm_int8(const Matrix *const *matrices, int count, const float *x, i
                      Fusion fusion, int threads) {
     int block_m = rows < GEMM_BLOCK_M ? rows : GEMM_BLOCK_M;
     size_t bytes = 1;
-    GroupedGemm all = {.gated = fusion.gated};
+    GroupedGemm group = {.gated = fusion.gated};
     if (fusion.norm) x = fusion.norm->out;
     for (int n = 0; n < count; n++) {
         const Matrix *m = matrices[n];
-        all.parts[n] = (GemmArgs){.matrix = m, .norm = n ? NULL : fusion.norm, .panels = panel_count(m->outputs)};
-        if (!n || !all.gated) all.panels += all.parts[n].panels;
+        group.parts[n] = (GemmArgs){.matrix = m, .norm = n ? NULL : fusion.norm, .panels = panel_count(m->outputs)};
+        if (!n || !group.gated) group.panels += group.parts[n].panels;
         bytes += (size_t)block_m * (m->span_count * sizeof(ActScale) + m->k_padded * 2);
     }
     uint8_t *memory = malloc(bytes), *next = memory;
     if (!memory) return 1;
     for (int n = 0; n < count; n++) {
-        all.parts[n].act_scales = (ActScale *)next;
-        all.parts[n].qact = next + (size_t)block_m * matrices[n]->span_count * sizeof(ActScale);
-        next = all.parts[n].qact + (size_t)block_m * matrices[n]->k_padded * 2;
+        group.parts[n].act_scales = (ActScale *)next;
+        group.parts[n].qact = next + (size_t)block_m * matrices[n]->span_count * sizeof(ActScale);
+        next = group.parts[n].qact + (size_t)block_m * matrices[n]->k_padded * 2;
     }
-    all.per_chunk = 1 + all.panels / (1 << 12);
+    group.per_chunk = 1 + group.panels / (1 << 12);
     for (int row = 0; row < rows; row += block_m) {
         for (int n = 0; n < count; n++) {
-            GemmArgs *p = all.parts + n;
+            GemmArgs *p = group.parts + n;
             p->x = x + (long)row * p->matrix->inputs;
-            if (!n || !all.gated) p->y = ys[n] + (long)row * p->matrix->outputs;
+            if (!n || !group.gated) p->y = ys[n] + (long)row * p->matrix->outputs;
             if (!n && fusion.residual) p->residual = fusion.residual + (long)row * p->matrix->outputs;
         }
-        quantize_block(&all, count, row, rows - row < block_m ? rows - row : block_m, threads);
-        parallel_for(grouped_chunk, &all, (all.panels + all.per_chunk - 1) / all.per_chunk, threads);
+        quantize_block(&group, count, row, rows - row < block_m ? rows - row : block_m, threads);
+        parallel_for(grouped_chunk, &group, (group.panels + group.per_chunk - 1) / group.per_chunk, threads);
     }
     free(memory);
     return 0;
@@ -186,8 +175,8 @@ static void dequantize_column(const Matrix *m, int64_t id, float *out) {
     for (const Segment *segment = m->segments; segment < m->segments + m->segment_count; segment++) {
         const uint8_t *codes = panel_codes(segment, panel) + v * REG_BYTES;
         for (const GroupSpan *span = segment->spans; span < segment->spans + segment->span_count; span++) {
-            Dequant g;
-            load_dequant(&g, segment, DEQUANT_ANY, panel, span->group);
+            GroupFactors g;
+            load_group_factors(&g, segment, DEQUANT_ANY, panel, span->group);
             f32v scale = f32_set1(g.scale[v][lane]), minimum = f32_set1(g.has_minima ? g.minimum[v][lane] : 0);
             int32_t zero = g.has_zeros ? ((const int32_t *)&g.zero[v])[lane] : g.shared_zero;
             zero += SIGN_OFFSET(segment);

@@ -22,16 +22,16 @@ INLINE void gemv_panel(const Segment *segment, int bits, int has_codebook, int m
 }
 
 /* sums (rows, outputs of the panel) += a span's dot products with NR_REGS registers of outputs, dequantised. */
-INLINE void add_dequantized_rows(i32v (*dot)[NR_REGS], const Dequant *g, int has_minima, int first,
+INLINE void add_dequantized_rows(i32v (*dot)[NR_REGS], const GroupFactors *g, int has_minima, int first,
                                  const ActScale *act_scale, int rows, int panel_n, float *sums) {
     enum { regs = NR_REGS };
     EACH_ROW(r) {
         f32v delta = f32_set1(act_scale[r].delta), sum = has_minima ? f32_set1(act_scale[r].sum) : delta;
         EACH_REG(v) {
             float *at = sums + r * panel_n + (first + v) * VLEN;
-            f32v own = f32_fma(f32_load(at), f32_mul(f32_from_i32(dot[r][v]), delta), g->scale[first + v]);
-            if (has_minima) own = f32_fnma(own, g->minimum[first + v], sum);
-            f32_store(at, own);
+            f32v y = f32_fma(f32_load(at), f32_mul(f32_from_i32(dot[r][v]), delta), g->scale[first + v]);
+            if (has_minima) y = f32_fnma(y, g->minimum[first + v], sum);
+            f32_store(at, y);
         }
     }
 }
@@ -45,7 +45,7 @@ INLINE void microkernel(const KcBlock *p, int row, int rows, int panel_regs, flo
         const ActScale *act_scale = p->act_scales + row;
         for (int n = 0; n < p->count; n++, act_scale += p->rows) {
             long step = (long)p->spans[n].kblocks * QACT_BYTES;
-            const Dequant *g = p->dequants + n;
+            const GroupFactors *g = p->factors + n;
             i32v dot[MR][NR_REGS];
             dot_span(codes, qact + row * step, step, rows, dot);
             codes += p->spans[n].kblocks * KBLOCK_REGS * NR_REGS;
@@ -72,20 +72,20 @@ ONE(2)
 ONE(3)
 ONE(4)
 #undef ONE
-    static Microkernel *const microkernels[MR] = {microkernel_1, microkernel_2, microkernel_3, microkernel_4};
+static Microkernel *const microkernels[MR] = {microkernel_1, microkernel_2, microkernel_3, microkernel_4};
 
-/* The operands of some kblocks: (registers / NR_REGS, kblocks, KBLOCK_REGS, NR_REGS); `lookup` has a codebook, or is
-   NULL. */
+/* The operands of some kblocks: (registers / NR_REGS, kblocks, KBLOCK_REGS, NR_REGS); `lookup`: the segment with
+   the codebook, or NULL. */
 INLINE void unpack_panel(const uint8_t *panel, int bits, const Segment *lookup, int tiles, int first, int kblocks,
                          i32v *to) {
     i32v codebook = lookup ? load_codebook(lookup) : i32_set1(0);
     for (int kblock = 0; kblock < kblocks; kblock++) {
         prefetch_codes(panel, bits, first + kblock, KC_BYTES);
         for (int v = 0; v < tiles * LANE_REGS; v++) {
-            i32v quads[QUADS], *own = to + (long)(v / NR_REGS * kblocks + kblock) * KBLOCK_REGS * NR_REGS + v % NR_REGS;
+            i32v quads[QUADS], *dst = to + (long)(v / NR_REGS * kblocks + kblock) * KBLOCK_REGS * NR_REGS + v % NR_REGS;
             unpack_kblock(panel + v * REG_BYTES, bits, tiles, first + kblock, quads);
             if (lookup) lookup_quads(codebook, quads);
-            store_operands(quads, bits == 8 || lookup, own);
+            store_operands(quads, bits == 8 || lookup, dst);
         }
     }
 }
@@ -100,27 +100,12 @@ static void gemm_panel(const GemmArgs *p, const Segment *segment, Panel panel, f
     kc.codes = (const uint8_t *)buffer;
     for (int n = 0; n < segment->span_count;) {
         n += next_kc_block(&kc, p, segment, n, panel, KC_KBLOCKS);
-        switch (segment->bits) {
-        case 2:
-            unpack_panel(codes, 2, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
-            break;
-        case 3:
-            unpack_panel(codes, 3, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
-            break;
-        case 5:
-            unpack_panel(codes, 5, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
-            break;
-        case 6:
-            unpack_panel(codes, 6, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
-            break;
-        case 8:
-            unpack_panel(codes, 8, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
-            break;
-        default:
-            if (segment->codebook)
-                unpack_panel(codes, 4, segment, tiles, kc.spans->kblock, kc.kblocks, buffer);
-            else
-                unpack_panel(codes, 4, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
+        if (segment->codebook)
+            unpack_panel(codes, 4, segment, tiles, kc.spans->kblock, kc.kblocks, buffer);
+        else {
+#define UNPACK(bits) unpack_panel(codes, bits, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer)
+            SWITCH_BITS(segment->bits, UNPACK)
+#undef UNPACK
         }
         for (int row = 0; row < p->rows; row += per_pass) {
             int rows = p->rows - row < per_pass ? p->rows - row : per_pass;

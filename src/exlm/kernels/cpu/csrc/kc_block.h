@@ -9,26 +9,26 @@ enum { PREFETCH_BYTES = 4096 };
 
 /* Neighbouring spans of one panel, up to MAX_SPAN kblocks. */
 typedef struct {
-    Dequant dequants[MAX_SPAN]; /* of each span */
+    GroupFactors factors[MAX_SPAN]; /* of each span */
     const GroupSpan *spans;
     const uint8_t *codes, *qact;
-    const uint8_t *prefetch; /* what to ask for meanwhile, prefetch_step bytes with each quad */
+    const uint8_t *prefetch; /* what to prefetch meanwhile, prefetch_step bytes with each quad */
     const ActScale *act_scales;
-    int count, kblocks, rows, prefetch_step; /* count: spans; rows: whose qact lie side by side */
+    int count, kblocks, rows, prefetch_step; /* count: spans; rows: of each span's qact */
 } KcBlock;
 
-/* Fills kc with the spans from number n on, at least one and up to max_kblocks; returns how many spans. Codes are the
-   microkernel's own business. */
+/* Fills kc with the spans from number n on, at least one and up to max_kblocks; returns how many spans. The caller sets
+   kc->codes. */
 static int next_kc_block(KcBlock *kc, const GemmArgs *p, const Segment *segment, int n, Panel panel, int max_kblocks) {
     const GroupSpan *span = segment->spans + n;
     int mode = dequant_mode(segment), kblocks = span->kblocks, count = 1;
     while (n + count < segment->span_count && kblocks + span[count].kblocks <= max_kblocks)
         kblocks += span[count++].kblocks;
-    for (int i = 0; i < count; i++) load_dequant(kc->dequants + i, segment, mode, panel, span[i].group);
+    for (int i = 0; i < count; i++) load_group_factors(kc->factors + i, segment, mode, panel, span[i].group);
     int next = span[count - 1].group + 1; /* past the last group: the next panel's first */
     prefetch_factors(&segment->scales, panel, segment->groups, next, count);
-    if (segment->minima.kind) prefetch_factors(&segment->minima, panel, segment->groups, next, count);
-    if (segment->zeros.kind) prefetch_factors(&segment->zeros, panel, segment->groups, next, count);
+    if (segment->minima.dtype) prefetch_factors(&segment->minima, panel, segment->groups, next, count);
+    if (segment->zeros.dtype) prefetch_factors(&segment->zeros, panel, segment->groups, next, count);
     kc->spans = span;
     kc->count = count;
     kc->kblocks = kblocks;

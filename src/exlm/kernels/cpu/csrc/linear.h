@@ -16,8 +16,9 @@ EXPORT int exlm_linear(const Matrix *m, const float *x, int rows, float *y, int 
     return gemm_f16(m, x, rows, y, threads);
 }
 
-/* out (count, inputs) = single columns of an integer or BF12 matrix: an embedding table shared with the head. */
-EXPORT void exlm_columns(const Matrix *m, const int64_t *ids, int count, float *out) {
+/* out (count, inputs) = columns of an integer or BF12 matrix as floats: the embeddings of tokens where the table is
+   also the head. */
+EXPORT void exlm_dequantize_columns(const Matrix *m, const int64_t *ids, int count, float *out) {
     for (int i = 0; i < count; i++, out += m->inputs) {
         if (m->bf12)
             bf12_column(m, ids[i], out);
@@ -45,7 +46,7 @@ static int fused_linear(const LinearGroup *p, const float *x, const float *resid
         Fusion fusion = {p->norm ? &norm : NULL, residual, p->gated};
         return gemm_int8(p->matrices, p->count, x, rows, outs, fusion, threads);
     }
-    long count = (long)rows * p->matrices[0]->outputs, whole = count / LANES * LANES;
+    long count = (long)rows * p->matrices[0]->outputs, vector_end = count / LANES * LANES;
     float *out = outs[0], *gate = scratch + (long)rows * width, *gate_up[] = {gate, gate + count};
     if (p->norm) {
         exlm_rms_norm(x, NULL, p->norm, p->eps, rows, width, NULL, scratch, threads);
@@ -55,12 +56,12 @@ static int fused_linear(const LinearGroup *p, const float *x, const float *resid
     for (int n = 0; n < p->count; n++) failed |= exlm_linear(p->matrices[n], x, rows, outs[n], threads);
     if (p->gated) exlm_silu_mul(gate_up[0], gate_up[1], out, count, threads);
     if (!residual) return failed;
-    for (long i = 0; i < whole; i += LANES) store16(out + i, load16(out + i) + load16(residual + i));
-    for (long i = whole; i < count; i++) out[i] += residual[i];
+    for (long i = 0; i < vector_end; i += LANES) store16(out + i, load16(out + i) + load16(residual + i));
+    for (long i = vector_end; i < count; i++) out[i] += residual[i];
     return failed;
 }
 
-/* a, b, c: the results of as many matrices; with a gate only a. */
+/* a, b, c: the results of the matrices, as many as there are; with a gate only a. */
 EXPORT int exlm_fused_linear(const LinearGroup *p, const float *x, const float *residual, int rows, float *a, float *b,
                              float *c, int threads) {
     const Matrix *first = p->matrices[0];

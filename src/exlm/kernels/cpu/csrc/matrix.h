@@ -20,14 +20,14 @@ enum { MAX_SPAN = 16 };                 /* kblocks whose products of codes and a
 enum { BF12_BITS = 12, F16_BITS = 16 }; /* widths of float segments; 2 to 6 and 8 are integers */
 
 /* What a table or a float segment holds. */
-enum { NO_FACTORS, F16, F32, U8, I8, BF16, BF12 };
+enum { NO_TABLE, F16, F32, U8, I8, BF16, BF12 };
 
 /* Scales, minima or zero points of a segment, for each group and output. With super_scales the table holds small
    integers, and a factor is table[g] * super_scales[g / groups_per_super] (Q2_K ... Q6_K, IQ4_XS). */
 typedef struct {
     const void *table;            /* (groups, outputs) in panels: see w_panels.h */
     const uint16_t *super_scales; /* (super_groups, outputs) in panels, float16; or NULL */
-    int32_t kind, groups_per_super, super_groups;
+    int32_t dtype, groups_per_super, super_groups;
 } FactorTable;
 
 /* Up to MAX_SPAN neighbouring kblocks of one group: what is summed in int32 before it is scaled. Activations are
@@ -36,7 +36,7 @@ typedef struct {
     int32_t kblock, kblocks, group;
 } GroupSpan;
 
-/* A range of k of one bit width. Of floats (BF12_BITS, F16_BITS) only codes, bits, packs and scales.kind are set. */
+/* A range of k of one bit width. Of floats (BF12_BITS, F16_BITS) only codes, bits, packs and scales.dtype are set. */
 typedef struct {
     const uint8_t *codes; /* integers: panels (w_panels.h); 16 bits: (outputs, inputs) plain; 12 bits: see bf12.h */
     FactorTable scales, minima, zeros;

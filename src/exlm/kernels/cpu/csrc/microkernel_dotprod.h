@@ -49,9 +49,9 @@ INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mo
             }
         }
         EACH_REG(v) {
-            Dequant g;
+            GroupFactors g;
             i32v dot = i32_add(i32_shl(high[v], 8), low[v]);
-            load_dequant_reg(&g, segment, mode, panel, span->group, first + v);
+            load_group_factors_reg(&g, segment, mode, panel, span->group, first + v);
             if (g.has_zeros || g.shared_zero) dot = i32_add(dot, zero_correction(&g, first + v, act_scale));
             sums[first + v] = add_dequantized(sums[first + v], dot, &g, first + v, act_scale);
         }
@@ -71,10 +71,10 @@ INLINE void dot_span(const i32v *codes, const uint8_t *qact, long step, int rows
         EACH_REG(v) dot[r][v] = i32_set1(0);
     for (int byte = 0; byte < 2; byte++) {
         const i32v *at = codes;
-        const uint8_t *own = qact + byte * KBLOCK, *end = own + step;
-        for (; own < end; own += QACT_BYTES) {
+        const uint8_t *x_bytes = qact + byte * KBLOCK, *end = x_bytes + step;
+        for (; x_bytes < end; x_bytes += QACT_BYTES) {
             s8x16 x[MR];
-            EACH_ROW(r) x[r] = vld1q_s8((const int8_t *)own + r * step);
+            EACH_ROW(r) x[r] = vld1q_s8((const int8_t *)x_bytes + r * step);
 #define ADD_QUAD(q)                                     \
     EACH_REG(v) {                                       \
         i32v bytes = at[v];                             \

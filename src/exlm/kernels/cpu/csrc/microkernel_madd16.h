@@ -17,9 +17,10 @@ enum { KBLOCK_REGS = 2 * QUADS }; /* registers of a kblock's widened codes, for 
 #define INT_DOT(sums, codes, qact) (sums) = i32_add(sums, i16_madd(codes, qact))
 #define EVEN_BYTES(quad) i32_and(quad, i32_set1(0x00ff00ff))
 #define ODD_BYTES(quad) u16_shr(quad, 8)
-#define EVEN_NIBBLES(two, shift) i32_and((shift) ? u16_shr(two, shift) : (two), i32_set1(0x000f000f))
+#define EVEN_NIBBLES(nibbles, shift) i32_and((shift) ? u16_shr(nibbles, shift) : (nibbles), i32_set1(0x000f000f))
 
-/* sums += one row of a kblock times codes of 4 bits, a row of which holds two quads: nibbles are widened at once. */
+/* sums += one row of a kblock times codes of 4 bits: a row of the panel holds two quads, and nibbles are widened to
+   16 bits directly. */
 INLINE void dot_kblock_4bit(const uint8_t *codes, const uint8_t *qact, i32v *sums) {
     enum { regs = GEMV_REGS };
 #pragma GCC unroll 2
@@ -27,11 +28,11 @@ INLINE void dot_kblock_4bit(const uint8_t *codes, const uint8_t *qact, i32v *sum
         i32v a = broadcast_quad(qact), b = broadcast_quad(qact + 4);
         i32v c = broadcast_quad(qact + 8), d = broadcast_quad(qact + 12);
         EACH_REG(v) {
-            i32v two = i32_load(codes + v * REG_BYTES);
-            INT_DOT(sums[v], EVEN_NIBBLES(two, 0), a);
-            INT_DOT(sums[v], EVEN_NIBBLES(two, 8), b);
-            INT_DOT(sums[v], EVEN_NIBBLES(two, 4), c);
-            INT_DOT(sums[v], u16_shr(two, 12), d);
+            i32v nibbles = i32_load(codes + v * REG_BYTES);
+            INT_DOT(sums[v], EVEN_NIBBLES(nibbles, 0), a);
+            INT_DOT(sums[v], EVEN_NIBBLES(nibbles, 8), b);
+            INT_DOT(sums[v], EVEN_NIBBLES(nibbles, 4), c);
+            INT_DOT(sums[v], u16_shr(nibbles, 12), d);
         }
     }
 }
@@ -67,8 +68,8 @@ INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mo
                 dot_kblock(codes, bits, has_codebook, codebook, kblock, qact, dot);
         }
         EACH_REG(v) {
-            Dequant g;
-            load_dequant_reg(&g, segment, mode, panel, span->group, first + v);
+            GroupFactors g;
+            load_group_factors_reg(&g, segment, mode, panel, span->group, first + v);
             if (g.has_zeros || g.shared_zero) dot[v] = i32_add(dot[v], zero_correction(&g, first + v, act_scale));
             sums[first + v] = add_dequantized(sums[first + v], dot[v], &g, first + v, act_scale);
         }

@@ -39,8 +39,8 @@ INLINE void gemv_panel(const Segment *segment, int bits, int has_codebook, int m
                 }
             }
         }
-        Dequant g;
-        load_dequant(&g, segment, mode, panel, span->group);
+        GroupFactors g;
+        load_group_factors(&g, segment, mode, panel, span->group);
         EACH_REG(v) {
             i32v dot = i32_add(i32_shl(high[v], 8), low[v]);
             if (g.has_zeros || g.shared_zero) dot = i32_add(dot, zero_correction(&g, v, act_scale));
@@ -49,19 +49,19 @@ INLINE void gemv_panel(const Segment *segment, int bits, int has_codebook, int m
     }
 }
 
-/* How the codes of a KcBlock lie: unpacked to (kblocks, quads, tiles, 64 bytes), which 8-bit panels are as stored, or
-   still as nibbles, unpacked on the way if that happens only once. */
+/* The codes of a KcBlock: unpacked to (kblocks, quads, tiles, 64 bytes), the form in which 8-bit panels are stored, or
+   nibbles as stored, which the microkernel unpacks if it reads them only once. */
 enum { UNPACKED, STORED_8BIT, STORED_4BIT };
 
-INLINE i32v load_quad(const uint8_t *kblock, int kind, int q, int tiles, int v) {
-    if (kind != STORED_4BIT) return i32_load(kblock + (q * tiles + v) * REG_BYTES);
-    i32v two = i32_load(kblock + (q / 2 * tiles + v) * REG_BYTES);
-    return i32_and(q % 2 ? i32_shr(two, 4) : two, i8_set1(15));
+INLINE i32v load_quad(const uint8_t *kblock, int storage, int q, int tiles, int v) {
+    if (storage != STORED_4BIT) return i32_load(kblock + (q * tiles + v) * REG_BYTES);
+    i32v nibbles = i32_load(kblock + (q / 2 * tiles + v) * REG_BYTES);
+    return i32_and(q % 2 ? i32_shr(nibbles, 4) : nibbles, i8_set1(15));
 }
 
 /* sums (rows, tiles, 16) += a span's dot products, dequantised. */
-INLINE void add_dequantized_rows(i32v (*dot)[PANEL_REGS], const Dequant *g, int has_minima, const ActScale *act_scale,
-                                 int rows, int regs, float *sums) {
+INLINE void add_dequantized_rows(i32v (*dot)[PANEL_REGS], const GroupFactors *g, int has_minima,
+                                 const ActScale *act_scale, int rows, int regs, float *sums) {
     f32v scale[PANEL_REGS], minimum[PANEL_REGS];
     __asm__ volatile("" : "+r"(sums)); /* or GCC loads sums too early and spills them */
     EACH_REG(v) {
@@ -81,19 +81,19 @@ INLINE void add_dequantized_rows(i32v (*dot)[PANEL_REGS], const Dequant *g, int 
         }
         EACH_REG(v) {
             float *at = sums + (r * regs + v) * LANES;
-            f32v own = f32_fma(f32_load(at), f32_mul(f32_from_i32(dot[r][v]), delta), scale[v]);
-            if (has_minima) own = f32_fnma(own, minimum[v], sum);
-            f32_store(at, own);
+            f32v y = f32_fma(f32_load(at), f32_mul(f32_from_i32(dot[r][v]), delta), scale[v]);
+            if (has_minima) y = f32_fnma(y, minimum[v], sum);
+            f32_store(at, y);
         }
     }
 }
 
 /* sums (rows, tiles, 16) += rows of x, from `row` on, times a KcBlock: of each span all high bytes, then all low. */
-INLINE void microkernel(const KcBlock *p, int row, int rows, int kind, int tiles, float *sums) {
+INLINE void microkernel(const KcBlock *p, int row, int rows, int storage, int tiles, float *sums) {
     int regs = tiles;
     const uint8_t *codes = p->codes, *qact = p->qact, *prefetch = p->prefetch;
     const ActScale *act_scale = p->act_scales + row;
-    long size = (kind == STORED_4BIT ? 2 : 4) * tiles * ROW_BYTES, prefetch_step = row ? 0 : p->prefetch_step;
+    long size = (storage == STORED_4BIT ? 2 : 4) * tiles * ROW_BYTES, prefetch_step = row ? 0 : p->prefetch_step;
     for (int n = 0; n < p->count; n++, act_scale += p->rows) {
         long step = (long)p->spans[n].kblocks * QACT_BYTES;
         const uint8_t *end = codes + p->spans[n].kblocks * size;
@@ -101,22 +101,22 @@ INLINE void microkernel(const KcBlock *p, int row, int rows, int kind, int tiles
         EACH_ROW(r)
             EACH_REG(v) dot[r][v] = i32_set1(0);
         for (int byte = 0; byte < 2; byte++) {
-            const uint8_t *own = qact + row * step + byte * KBLOCK;
-            for (const uint8_t *at = codes; at < end; own += QACT_BYTES, at += size)
+            const uint8_t *x_bytes = qact + row * step + byte * KBLOCK;
+            for (const uint8_t *at = codes; at < end; x_bytes += QACT_BYTES, at += size)
                 EACH_QUAD(q) {
                     i32v quads[PANEL_REGS];
                     EACH_REG(v) {
-                        quads[v] = load_quad(at, kind, q, tiles, v);
+                        quads[v] = load_quad(at, storage, q, tiles, v);
                         KEEP_IN_REG(quads[v]);
                     }
-                    if (kind == STORED_8BIT) { /* two lines a quad, and too many for L1 */
+                    if (storage == STORED_8BIT) { /* two lines a quad, and too many for L1 */
                         __builtin_prefetch(prefetch, 0, 2);
                         __builtin_prefetch(prefetch + prefetch_step / 2, 0, 2);
                     } else
                         __builtin_prefetch(prefetch);
                     prefetch += prefetch_step;
                     EACH_ROW(r) {
-                        i32v x = broadcast_quad(own + r * step + 4 * q);
+                        i32v x = broadcast_quad(x_bytes + r * step + 4 * q);
                         EACH_REG(v) INT_DOT(dot[r][v], quads[v], x);
                     }
                 }
@@ -126,7 +126,7 @@ INLINE void microkernel(const KcBlock *p, int row, int rows, int kind, int tiles
         }
         codes = end;
         qact += step * p->rows;
-        const Dequant *g = p->dequants + n;
+        const GroupFactors *g = p->factors + n;
         if (g->has_zeros || g->shared_zero)
             EACH_ROW(r)
                 EACH_REG(v) dot[r][v] = i32_add(dot[r][v], zero_correction(g, v, act_scale + r));
@@ -137,11 +137,11 @@ INLINE void microkernel(const KcBlock *p, int row, int rows, int kind, int tiles
     }
 }
 
-/* One function for each kind and number of rows. */
+/* One function for each storage of codes and number of rows. */
 typedef void Microkernel(const KcBlock *, int, float *);
-#define ONE(rows, name, kind, tiles)                                                              \
+#define ONE(rows, name, storage, tiles)                                                           \
     static __attribute__((noinline)) void name##_##rows(const KcBlock *p, int row, float *sums) { \
-        microkernel(p, row, rows, kind, tiles, sums);                                             \
+        microkernel(p, row, rows, storage, tiles, sums);                                          \
     }
 /* clang-format off */
 #define EIGHT(...)                                                                    \
@@ -151,15 +151,15 @@ typedef void Microkernel(const KcBlock *, int, float *);
 EIGHT(unpacked, UNPACKED, PANEL_TILES)
 EIGHT(stored_8bit, STORED_8BIT, PANEL_TILES)
 EIGHT(stored_4bit, STORED_4BIT, PANEL_TILES)
-EIGHT(narrow, UNPACKED, 2)
+EIGHT(two_tile, UNPACKED, 2)
 #define NAMES(name) {name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8}
 static Microkernel *const microkernels[][MR] = {NAMES(unpacked), NAMES(stored_8bit), NAMES(stored_4bit)};
-static Microkernel *const narrow_microkernels[] = NAMES(narrow);
+static Microkernel *const two_tile_microkernels[] = NAMES(two_tile);
 #undef ONE
 #undef EIGHT
 #undef NAMES
 
-/* The bytes of some kblocks, (kblocks, quads, tiles, 64); `lookup` has a codebook, or is NULL. */
+/* The bytes of some kblocks, (kblocks, quads, tiles, 64); `lookup`: the segment with the codebook, or NULL. */
 INLINE void unpack_panel(const uint8_t *panel, int bits, const Segment *lookup, int tiles, int first, int kblocks,
                          i32v *to) {
     int regs = tiles;
@@ -174,51 +174,39 @@ INLINE void unpack_panel(const uint8_t *panel, int bits, const Segment *lookup, 
 }
 
 /* Points kc to its codes: in the panel if the microkernel reads them there, else unpacked into the buffer. */
-static void take_kc_codes(KcBlock *kc, const Segment *segment, Panel panel, int kind, i32v *buffer) {
+static void set_kc_codes(KcBlock *kc, const Segment *segment, Panel panel, int storage, i32v *buffer) {
     int size = segment->bits * panel.tiles * 32, first = kc->spans->kblock, tiles = panel.tiles, count = kc->kblocks;
     const uint8_t *codes = panel_codes(segment, panel);
     kc->prefetch_step = size / (2 * QUADS);
-    if (kind != UNPACKED) {
+    if (storage != UNPACKED) {
         kc->codes = codes + (long)first * size;
         kc->prefetch = kc->codes + PREFETCH_BYTES;
         return;
     }
     kc->codes = (const uint8_t *)buffer;
     kc->prefetch = codes + (long)(first + count) * size;
-    switch (segment->bits) {
-    case 2:
-        unpack_panel(codes, 2, NULL, tiles, first, count, buffer);
-        break;
-    case 3:
-        unpack_panel(codes, 3, NULL, tiles, first, count, buffer);
-        break;
-    case 5:
-        unpack_panel(codes, 5, NULL, tiles, first, count, buffer);
-        break;
-    case 6:
-        unpack_panel(codes, 6, NULL, tiles, first, count, buffer);
-        break;
-    default:
-        if (segment->codebook)
-            unpack_panel(codes, 4, segment, tiles, first, count, buffer);
-        else
-            unpack_panel(codes, 4, NULL, tiles, first, count, buffer);
+    if (segment->codebook) {
+        unpack_panel(codes, 4, segment, tiles, first, count, buffer);
+        return;
     }
+#define UNPACK(bits) unpack_panel(codes, bits, NULL, tiles, first, count, buffer)
+    SWITCH_BITS(segment->bits, UNPACK)
+#undef UNPACK
 }
 
 /* sums (rows, tiles, 16) += the rows of x times a segment's panel, MR rows at a time. */
 static void gemm_panel(const GemmArgs *p, const Segment *segment, Panel panel, float *sums) {
     i32v buffer[MAX_SPAN * QUADS * PANEL_TILES];
     KcBlock kc; /* large: not cleared */
-    int passes = (p->rows + MR - 1) / MR, per_pass = (p->rows + passes - 1) / passes, kind = UNPACKED;
+    int passes = (p->rows + MR - 1) / MR, per_pass = (p->rows + passes - 1) / passes, storage = UNPACKED;
     if (segment->bits == 8)
-        kind = STORED_8BIT;
+        storage = STORED_8BIT;
     else if (segment->bits == 4 && !segment->codebook && passes == 1 && panel.tiles == PANEL_TILES)
-        kind = STORED_4BIT;
-    Microkernel *const *by_rows = panel.tiles == PANEL_TILES ? microkernels[kind] : narrow_microkernels;
+        storage = STORED_4BIT;
+    Microkernel *const *by_rows = panel.tiles == PANEL_TILES ? microkernels[storage] : two_tile_microkernels;
     for (int n = 0; n < segment->span_count;) {
         n += next_kc_block(&kc, p, segment, n, panel, MAX_SPAN);
-        take_kc_codes(&kc, segment, panel, kind, buffer);
+        set_kc_codes(&kc, segment, panel, storage, buffer);
         for (int row = 0; row < p->rows; row += per_pass) {
             int rows = p->rows - row < per_pass ? p->rows - row : per_pass;
             by_rows[rows - 1](&kc, row, sums + row * panel.tiles * TILE_N);

@@ -12,8 +12,8 @@ enum { MIN_CHUNK_WORK = 1 << 14 }; /* floats below which waking another thread c
 
 /* Splits items into chunks of at least MIN_CHUNK_WORK; returns how many chunks there are. */
 static int split_chunks(long floats, int items, int *per_chunk) {
-    long most = floats / MIN_CHUNK_WORK + 1;
-    int chunks = most > 64 ? 64 : (int)most;
+    long max_chunks = floats / MIN_CHUNK_WORK + 1;
+    int chunks = max_chunks > 64 ? 64 : (int)max_chunks;
     if (chunks > items) chunks = items;
     *per_chunk = (items + chunks - 1) / chunks;
     return (items + *per_chunk - 1) / *per_chunk;
@@ -28,20 +28,20 @@ typedef struct {
 static void rms_norm_row(const RmsNorm *n, int row) {
     const float *x = n->x + (long)row * n->width;
     float *out = n->out + (long)row * n->width;
-    int whole = n->width / LANES * LANES, rest = n->width - whole;
+    int vector_end = n->width / LANES * LANES, rest = n->width - vector_end;
     if (n->residual) {
         const float *residual = n->residual + (long)row * n->width;
         float *sum = n->sum + (long)row * n->width;
-        for (int i = 0; i < whole; i += LANES) store16(sum + i, load16(x + i) + load16(residual + i));
-        for (int i = whole; i < n->width; i++) sum[i] = x[i] + residual[i];
+        for (int i = 0; i < vector_end; i += LANES) store16(sum + i, load16(x + i) + load16(residual + i));
+        for (int i = vector_end; i < n->width; i++) sum[i] = x[i] + residual[i];
         x = sum;
     }
     f32x16 squares = {0};
-    for (int i = 0; i < whole; i += LANES) squares += load16(x + i) * load16(x + i);
-    if (rest) squares += load16_tail(x + whole, rest) * load16_tail(x + whole, rest);
+    for (int i = 0; i < vector_end; i += LANES) squares += load16(x + i) * load16(x + i);
+    if (rest) squares += load16_tail(x + vector_end, rest) * load16_tail(x + vector_end, rest);
     float factor = 1.0f / sqrtf(sum16(squares) / (float)n->width + n->eps);
-    for (int i = 0; i < whole; i += LANES) store16(out + i, load16(x + i) * factor * load16(n->weight + i));
-    for (int i = whole; i < n->width; i++) out[i] = x[i] * factor * n->weight[i];
+    for (int i = 0; i < vector_end; i += LANES) store16(out + i, load16(x + i) * factor * load16(n->weight + i));
+    for (int i = vector_end; i < n->width; i++) out[i] = x[i] * factor * n->weight[i];
 }
 
 static void rms_norm_chunk(void *job, int chunk) {

@@ -2,9 +2,16 @@
    two that allows it. Eight bits would change the model's first choice in 3 of 100 positions. A row's integers depend
    on that row alone.
 
-   How q is stored is what the microkernel multiplies (QACT_BYTES a kblock, quads in order):
-   byte dot products   q = 256 * high + low, both signed bytes: 16 high bytes, then 16 low bytes (two-byte activations)
-   16-bit multiply-add q as int16; of each quad x0, x2, x1, x3, as bytes of codes fall into 16-bit lanes */
+   The qact of a span: its kblocks one after the other, each QACT_BYTES = 32 bytes in the order in which the microkernel
+   multiplies them.
+
+                         byte 0                            byte 16                           byte 32
+     byte dot products   [ high(k0) high(k1) ... high(k15) | low(k0) low(k1) ... low(k15)   ]
+                           q = 256 * high + low, both signed bytes (two-byte activations)
+     16-bit multiply-add [ k0 k2 k1 k3 | k4 k6 k5 k7       | k8 k10 k9 k11 | k12 k14 k13 k15 ]
+                           q as int16; even k first, because the even bytes of a quad of codes become 16-bit lanes first
+
+   A matrix's qact: span by span, in each the rows. */
 
 #ifndef EXLM_QUANTIZE_ACT_H
 #define EXLM_QUANTIZE_ACT_H
@@ -63,8 +70,8 @@ INLINE void store_qact(const i32v *q, uint8_t *to) {
 
 INLINE void store_qact(const i32v *q, uint8_t *to) {
     i32v first = _mm256_shuffle_epi32(q[0], 0xd8), second = _mm256_shuffle_epi32(q[1], 0xd8);
-    i32v all = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
-    _mm256_storeu_si256((i32v *)to, all);
+    i32v packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
+    _mm256_storeu_si256((i32v *)to, packed);
 }
 
 #else

@@ -1,4 +1,10 @@
-/* Repacks codes from the packed form of formats/packed.py, a bit stream down each output, into panels (w_panels.h). */
+/* Repacks codes from the form of formats/packed.py, a bit stream down each output, into panels (w_panels.h).
+
+   codes (words, outputs), here of 3 bits, the code of row i at bit 3 * i of its output's stream:
+
+              bit 31                                                     bit 0
+     word 0   [ row 10, low 2 bits | row 9 | ... | row 2 | row 1 | row 0 ]        one such word for each output
+     word 1   [ row 21, low bit    | row 20 | ...        | row 11 | row 10, high bit ] */
 
 #ifndef EXLM_REPACK_PANELS_H
 #define EXLM_REPACK_PANELS_H
@@ -47,7 +53,7 @@ INLINE void gather_kblock(const RepackArgs *p, const int32_t *row_of_k, int stor
             if (row_of_k[b] >= 0) quads[q] |= row_codes(p, row_of_k[b], stored_bits, first, count) << (8 * b);
 }
 
-/* The same of 4 and 8 bits and sixteen consecutive rows, whose words are two quads or one. */
+/* gather_kblock of 4 or 8 bits and sixteen consecutive rows: a stored word holds two quads or one. */
 INLINE void gather_kblock_words(const RepackArgs *p, int row, int stored_bits, int first, u32x16 *quads) {
     const uint32_t *at = p->codes + (long)row * stored_bits / 32 * p->outputs + first;
     for (int w = 0; w < stored_bits / 2; w++, at += p->outputs) {
@@ -65,9 +71,9 @@ INLINE void store_kblock(const u32x16 *quads, int bits, int tiles, int second, u
     int base_bits = bits == 8 ? 8 : bits >= 4 ? 4 : 2, rows = base_bits / 2, quads_per_row = QUADS / rows;
     uint32_t mask = 0x01010101u * ((1u << base_bits) - 1);
     for (int row = 0; row < rows; row++) {
-        u32x16 all = {0};
-        for (int n = 0; n < quads_per_row; n++) all |= (quads[row * quads_per_row + n] & mask) << (n * base_bits);
-        memcpy(out + (second * rows + row) * ROW_BYTES * tiles, &all, sizeof all);
+        u32x16 packed = {0};
+        for (int n = 0; n < quads_per_row; n++) packed |= (quads[row * quads_per_row + n] & mask) << (n * base_bits);
+        memcpy(out + (second * rows + row) * ROW_BYTES * tiles, &packed, sizeof packed);
     }
     if (bits == base_bits) return;
     uint8_t *upper_row = out + (rows << (bits & 1)) * ROW_BYTES * tiles;
@@ -96,38 +102,19 @@ static void repack_panel_chunk(void *job, int index) {
         const int32_t *row_of_k = p->row_of_k + kblock * KBLOCK;
         int row = *row_of_k, consecutive = row >= 0 && row % 8 == 0 && row_of_k[KBLOCK - 1] - row == KBLOCK - 1;
         for (int tile = 0; tile < panel.tiles; tile++) {
-            int first = (panel.first + tile) * TILE_N,
-                count = p->outputs - first < TILE_N ? p->outputs - first : TILE_N;
+            int first = (panel.first + tile) * TILE_N, rest = p->outputs - first;
+            int count = rest < TILE_N ? rest : TILE_N;
             u32x16 quads[QUADS] = {{0}};
             prefetch_rows(p, row, (stored_bits + 1) / 2, count > 0 ? first : 0);
             if (count == TILE_N && consecutive && stored_bits == 4)
                 gather_kblock_words(p, row, 4, first, quads);
             else if (count == TILE_N && consecutive && stored_bits == 8)
                 gather_kblock_words(p, row, 8, first, quads);
-            else if (count == TILE_N)
-                switch (stored_bits) {
-                case 2:
-                    gather_kblock(p, row_of_k, 2, first, TILE_N, quads);
-                    break;
-                case 3:
-                    gather_kblock(p, row_of_k, 3, first, TILE_N, quads);
-                    break;
-                case 4:
-                    gather_kblock(p, row_of_k, 4, first, TILE_N, quads);
-                    break;
-                case 5:
-                    gather_kblock(p, row_of_k, 5, first, TILE_N, quads);
-                    break;
-                case 6:
-                    gather_kblock(p, row_of_k, 6, first, TILE_N, quads);
-                    break;
-                case 7:
-                    gather_kblock(p, row_of_k, 7, first, TILE_N, quads);
-                    break;
-                default:
-                    gather_kblock(p, row_of_k, 8, first, TILE_N, quads);
-                }
-            else if (count > 0)
+            else if (count == TILE_N && stored_bits != 7) {
+#define GATHER(bits) gather_kblock(p, row_of_k, bits, first, TILE_N, quads)
+                SWITCH_BITS(stored_bits, GATHER)
+#undef GATHER
+            } else if (count > 0)
                 gather_kblock(p, row_of_k, stored_bits, first, count, quads);
             store_kblock(quads, bits, panel.tiles, kblock & odd, out + (kblock >> odd) * size + tile * ROW_BYTES);
         }

@@ -422,9 +422,9 @@ INLINE f32x16 max16(f32x16 a, f32x16 b) {
 
 /* e^x to 2e-7, by 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]. 0 below -87, infinite above 88, NaN stays NaN. */
 INLINE f32n exp_reg(f32n x) {
-    f32n zero = {0}, least = zero - 87.0f, most = zero + 88.0f;
-    i32n is_small = x<least, is_large = x> most, is_nan = x != x;
-    f32n clamped = select_reg(is_small, least, select_reg(is_large, most, select_reg(is_nan, zero, x)));
+    f32n zero = {0}, low = zero - 87.0f, high = zero + 88.0f;
+    i32n is_small = x < low, is_large = x > high, is_nan = x != x;
+    f32n clamped = select_reg(is_small, low, select_reg(is_large, high, select_reg(is_nan, zero, x)));
     f32n shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the lowest bits are the rounded integer */
     i32n n = (i32n)shifted - 0x4b400000;
     f32n rounded = shifted - 12582912.0f;

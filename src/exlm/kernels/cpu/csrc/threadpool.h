@@ -1,8 +1,8 @@
 /* Threads that spin for work for a moment, then sleep.
 
    A job is a number of chunks. Each thread, the caller included, owns a range of them, the same range for every job
-   of as many chunks: what it reads is contiguous, and part of it is still in its cache the next time. A thread that is
-   done steals from the others' ranges, so one that the system has descheduled delays a job little. Which thread
+   with this number of chunks: what it reads is contiguous, and part of it is still in its cache the next time. A thread
+   that is done steals from the others' ranges, so one that the system has descheduled delays a job little. Which thread
    computes a chunk never changes the result. One job runs at a time: a caller that finds the pool busy works alone. */
 
 #ifndef EXLM_THREADPOOL_H
@@ -49,9 +49,9 @@ static void cpu_relax(void) {
 
 static int remaining(uint32_t range) { return (int)(range & 0xffff) - (int)(range >> 16); }
 
-/* Runs the queue's next chunk, or steals a quarter of what is left from its end; returns how many chunks. The queue's
-   job is read only after a chunk of it is taken: it cannot end before that chunk has run, so it stays valid. */
-static int run_some(WorkQueue *queue, int steal) {
+/* Runs the queue's next chunk, or steals a quarter of the remaining ones from its end; returns how many it ran. The
+   queue's job is read only after a chunk of it is taken: it cannot end before that chunk has run, so it stays valid. */
+static int run_next(WorkQueue *queue, int steal) {
     uint32_t range = atomic_load(&queue->remaining_range);
     while (remaining(range) > 0) {
         uint32_t count = steal ? (remaining(range) + 3) / 4 : 1;
@@ -64,22 +64,22 @@ static int run_some(WorkQueue *queue, int steal) {
     return 0;
 }
 
-/* Runs the thread's own chunks, reports them at once (the caller may wait for nothing else), then steals. */
-static void run_chunks(int own) {
-    int all = 0, count = 1, active = atomic_load(&pool.active);
-    while ((count = run_some(pool.queues + own, 0))) all += count;
-    if (all) atomic_fetch_add(&pool.chunks_done, all);
+/* Runs the thread's own chunks, reports them together (the caller may wait for nothing else), then steals. */
+static void run_chunks(int thread) {
+    int ran = 0, count = 1, active = atomic_load(&pool.active);
+    while ((count = run_next(pool.queues + thread, 0))) ran += count;
+    if (ran) atomic_fetch_add(&pool.chunks_done, ran);
     for (int n = 1; n < active; n++)
-        while ((count = run_some(pool.queues + (own + n) % active, 1))) atomic_fetch_add(&pool.chunks_done, count);
+        while ((count = run_next(pool.queues + (thread + n) % active, 1))) atomic_fetch_add(&pool.chunks_done, count);
 }
 
 static void *worker_main(void *number) {
-    int own = (int)(intptr_t)number;
-    WorkQueue *queue = pool.queues + own;
+    int thread = (int)(intptr_t)number;
+    WorkQueue *queue = pool.queues + thread;
     for (;;) {
         for (int spin = 0; spin < SPINS; spin++) {
             if (remaining(atomic_load(&queue->remaining_range)) > 0) {
-                run_chunks(own);
+                run_chunks(thread);
                 spin = 0;
             }
             cpu_relax();
@@ -89,7 +89,7 @@ static void *worker_main(void *number) {
         if (remaining(atomic_load(&queue->remaining_range)) <= 0) pthread_cond_wait(&pool.wake, &pool.sleep_mutex);
         atomic_fetch_sub(&pool.sleepers, 1);
         pthread_mutex_unlock(&pool.sleep_mutex);
-        if (own < atomic_load(&pool.active)) run_chunks(own); /* its own may have been stolen: help the others */
+        if (thread < atomic_load(&pool.active)) run_chunks(thread); /* even if its own chunks have been stolen */
     }
     return NULL;
 }

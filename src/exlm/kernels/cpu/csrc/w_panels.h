@@ -1,4 +1,4 @@
-/* How quantised weights lie in memory: panels of 48 outputs (the last one or two: 32).
+/* How quantised weights lie in memory: panels of 48 outputs (the last one or two: 32 outputs).
 
    The 48 outputs are three tiles of 16. Along k, one 32-bit word holds four consecutive k of one output, a byte each:
    a quad, the operand of vpdpbusd and sdot. A kblock (16 k) is four quads. A row of the panel is one quad of all
@@ -14,17 +14,20 @@
           +---------------+ +---------------+ +---------------+
           | next kblock   | ...                                   down to the segment's last pack, then the next panel
 
-   Narrower codes share rows; the quad with the lower number is in the lower bits of each byte:
+   Codes of fewer bits share rows. One byte of each row of a pack (q: a code of that quad, bits 7 to 0 from the left;
+   a pack is two kblocks, a and b, where the width is odd):
 
-   8 bits   4 rows, as above
-   4 bits   2 rows: quads 0 and 1 in the low and high nibbles of a row, then 2 and 3
-   2 bits   1 row of all four quads
-   6 bits   the 2 rows of 4 bits, then 1 row of the upper 2 bits of all four quads
-   5 bits   a pack is two kblocks: 2 rows of 4 bits each, then 1 row of the upper bit of all eight quads
-   3 bits   a pack is two kblocks: 1 row of 2 bits each, then 1 row of the upper bit of all eight quads
+   8 bits   [q0] [q1] [q2] [q3]
+   4 bits   [q1:4 q0:4] [q3:4 q2:4]
+   2 bits   [q3:2 q2:2 q1:2 q0:2]
+   6 bits   the 2 rows of the codes' lower 4 bits, then their upper 2 bits as a row of 2 bits
+   5 bits   2 rows of a's lower 4 bits, 2 rows of b's, then [b3:1 b2:1 b1:1 b0:1 a3:1 a2:1 a1:1 a0:1], the upper bits
+   3 bits   1 row of a's lower 2 bits, 1 row of b's, then a row of the upper bits as with 5 bits
 
    The k axis is outermost within a panel and a panel is contiguous: a thread streams through it once. Factor tables
-   are cut the same way: panel by panel, (groups, 48 or 32).
+   (scales, minima, zero points) are cut the same way:
+
+     panel 0: group 0: n 0 ... 47 | group 1: n 0 ... 47 | ...    panel 1: group 0: n 48 ... 95 | ...
 
    The way of one weight: repack_panels.h writes the panel -> unpack_kblock gives a register of bytes for each quad ->
    microkernel_*.h multiplies it with activation bytes into int32 sums -> dequant.h scales a span's sums to float. */
@@ -40,6 +43,28 @@ enum { ROW_BYTES = TILE_N * 4, REG_BYTES = VLEN * 4 }; /* of a tile's row, and o
 enum { PANEL_REGS = PANEL_TILES * LANE_REGS };         /* registers of a full panel's row */
 
 #define EACH_QUAD(q) _Pragma("GCC unroll 4") for (int q = 0; q < QUADS; q++)
+
+/* Runs CALL(width) with the width of the codes as a constant, so that the code for each width is compiled apart. */
+#define SWITCH_BITS(bits, CALL) \
+    switch (bits) {             \
+    case 2:                     \
+        CALL(2);                \
+        break;                  \
+    case 3:                     \
+        CALL(3);                \
+        break;                  \
+    case 4:                     \
+        CALL(4);                \
+        break;                  \
+    case 5:                     \
+        CALL(5);                \
+        break;                  \
+    case 6:                     \
+        CALL(6);                \
+        break;                  \
+    default:                    \
+        CALL(8);                \
+    }
 
 /* Tiles of one panel: number of the first, and how many (3 or 2). */
 typedef struct {
@@ -89,31 +114,15 @@ INLINE void lookup_quads(i32v codebook, i32v *quads) {
     EACH_QUAD(q) quads[q] = i8_lookup16(codebook, quads[q]);
 }
 
-/* For single columns: unpack_kblock of any width, and the lookup. */
+/* For single columns: unpack_kblock of the segment's width, and the codebook lookup. */
 static void unpack_kblock_any(const Segment *segment, const uint8_t *panel, int tiles, int kblock, i32v *quads) {
-    switch (segment->bits) {
-    case 2:
-        unpack_kblock(panel, 2, tiles, kblock, quads);
-        break;
-    case 3:
-        unpack_kblock(panel, 3, tiles, kblock, quads);
-        break;
-    case 4:
-        unpack_kblock(panel, 4, tiles, kblock, quads);
-        break;
-    case 5:
-        unpack_kblock(panel, 5, tiles, kblock, quads);
-        break;
-    case 6:
-        unpack_kblock(panel, 6, tiles, kblock, quads);
-        break;
-    default:
-        unpack_kblock(panel, 8, tiles, kblock, quads);
-    }
+#define UNPACK(bits) unpack_kblock(panel, bits, tiles, kblock, quads)
+    SWITCH_BITS(segment->bits, UNPACK)
+#undef UNPACK
     if (segment->codebook) lookup_quads(load_codebook(segment), quads);
 }
 
-/* Where a panel's factors of a group begin in a table of so many groups. */
+/* Where a group's factors begin in a panel of a table with this number of groups. */
 INLINE long table_offset(Panel panel, int groups, int group) {
     return ((long)panel.first * groups + group * panel.tiles) * TILE_N;
 }
@@ -122,11 +131,11 @@ INLINE long table_offset(Panel panel, int groups, int group) {
 INLINE f32v load_factors(const FactorTable *f, Panel panel, int groups, int group, int v) {
     long at = table_offset(panel, groups, group) + v * VLEN;
     f32v values;
-    if (f->kind == F16)
+    if (f->dtype == F16)
         values = f32_load_f16((const uint16_t *)f->table + at);
-    else if (f->kind == F32)
+    else if (f->dtype == F32)
         values = f32_load((const float *)f->table + at);
-    else if (f->kind == U8)
+    else if (f->dtype == U8)
         values = f32_from_i32(i32_load_u8((const uint8_t *)f->table + at));
     else
         values = f32_from_i32(i32_load_i8((const int8_t *)f->table + at));
@@ -144,7 +153,7 @@ INLINE void prefetch_codes(const uint8_t *panel, int bits, int kblock, int ahead
 }
 
 INLINE void prefetch_factors(const FactorTable *f, Panel panel, int groups, int group, int count) {
-    int size = f->kind == F16 ? 2 : f->kind == F32 ? 4 : 1;
+    int size = f->dtype == F16 ? 2 : f->dtype == F32 ? 4 : 1;
     const char *at = (const char *)f->table + table_offset(panel, groups, group) * size;
     for (int byte = 0; byte < count * panel.tiles * TILE_N * size; byte += 64) __builtin_prefetch(at + byte);
 }

@@ -13,7 +13,7 @@ from exlm.formats import DenseWeight
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.cpu.arena import HugePageArena
 from exlm.kernels.cpu.bindings import Library
-from exlm.kernels.cpu.dense import narrow
+from exlm.kernels.cpu.repack import cast_to_16bit
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16])
@@ -50,27 +50,27 @@ def test_numbers_stay_the_same_or_are_left_alone(
         if bool(whole.isnan().any()):  # equal to nothing; refused or kept, both are right
             continue
         if fits:
-            assert torch.equal(narrow(whole, library, 1, HugePageArena()).float(), whole)
+            assert torch.equal(cast_to_16bit(whole, library, 1, HugePageArena()).float(), whole)
         else:
             with pytest.raises(Unsupported, match="more than sixteen bits"):
-                narrow(whole, library, 1, HugePageArena())
+                cast_to_16bit(whole, library, 1, HugePageArena())
 
 
 def test_many_numbers_and_the_last_one_does_not_fit(library: Library) -> None:
     data = torch.randn(4096, 64).half().float()
-    assert narrow(data, library, 3, HugePageArena()).dtype is torch.float16
+    assert cast_to_16bit(data, library, 3, HugePageArena()).dtype is torch.float16
     data[-1, -1] = 1 / 3
     with pytest.raises(Unsupported):
-        narrow(data, library, 3, HugePageArena())
+        cast_to_16bit(data, library, 3, HugePageArena())
 
 
 def test_a_table_is_also_the_head(backend: CpuBackend) -> None:
     weight, ids = DenseWeight(torch.randn(64, 32).half().float()), torch.tensor([[3, 63]])
     assert torch.equal(backend.embedding(weight)(ids).float(), weight.data[ids])
-    held = backend._tables[weight]
+    held = backend._embeddings[weight]
     x = torch.randn(2, 1, 32)
     torch.testing.assert_close(backend.linear(weight)(x), F.linear(x, weight.data), rtol=1e-5, atol=1e-5)
-    assert backend._tables[weight] is held
+    assert backend._embeddings[weight] is held
 
 
 def test_what_is_left_to_plain_torch(backend: CpuBackend) -> None:
