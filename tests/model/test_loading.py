@@ -13,16 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from exlm import (
-    BadTensor,
-    Cache,
-    CheckpointError,
-    Config,
-    InputError,
-    MissingTensor,
-    Model,
-    UnsafeFile,
-)
+from exlm import BadTensor, Cache, CheckpointError, Config, InputError, MissingTensor, Model, UnsafeFile
 from exlm.errors import DoesNotFit
 from tests import tiny
 

@@ -44,8 +44,7 @@ sizes = st.integers(1, 4)
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 5), sizes, sizes, sizes, st.integers(0, 2)), max_size=5),
-    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 5), sizes, sizes, sizes, st.integers(0, 2)), max_size=5), st.booleans()
 )
 def test_positions_match_the_definition(pieces: list[Piece], merged: bool) -> None:
     ids, embeddings = [], []

@@ -78,59 +78,6 @@ class WeightSource(Protocol):
         ...
 
 
-class WeightSourceWrapper:
-    """Base of sources that change what another source gives: every call goes to `inner`."""
-
-    def __init__(self, inner: WeightSource) -> None:
-        self.inner = inner
-
-    @property
-    def files(self) -> WeightFiles:
-        """The inner source's."""
-        return self.inner.files
-
-    def has(self, role: str) -> bool:
-        """Whether the inner source has it."""
-        return self.inner.has(role)
-
-    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
-        """The stored form and bytes."""
-        return self.inner.describe(role, fallback)
-
-    def unused(self) -> list[str]:
-        """Stored names that were not asked for so far."""
-        return self.inner.unused()
-
-    def tensor(
-        self,
-        role: str,
-        shape: Shape | tuple[Shape, ...],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        suffix: str = "weight",
-        finite: bool = False,
-    ) -> Tensor:
-        """A float tensor that is no matrix to multiply with."""
-        return self.inner.tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
-
-    def weight(
-        self,
-        role: str,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype | None,
-        device: torch.device,
-        fallback: str | None = None,
-    ) -> Weight:
-        """A matrix to multiply with."""
-        return self.inner.weight(
-            role, in_features, out_features, bias=bias, dtype=dtype, device=device, fallback=fallback
-        )
-
-
 def open_source(
     path: Path, names: TensorNames, quantization: QuantizationConfig | None = None
 ) -> WeightSource:

@@ -22,7 +22,7 @@ from .layer import PAGE_SIZE, CacheLayer, LayerShape
 
 
 class CacheReplicator(Protocol):
-    """Repeats operations on a cache in the processes that have its other heads."""
+    """Repeats operations on a cache in other processes, which have its other heads or layers."""
 
     def replicate_allocation(self, cache: CacheBase) -> None:
         """The cache was allocated."""

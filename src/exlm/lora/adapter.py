@@ -35,7 +35,8 @@ CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 
 _adapter_ids = itertools.count(1)
 
-LoraWeightsById = dict[int, LoraWeights]  # by adapter id
+LoraWeightsById = dict[int, LoraWeights]
+"""Adapter id → its weights for one matrix."""
 
 
 class LoraLinear(Linear):
@@ -126,7 +127,7 @@ def _add_lora(kernel: LinearFn, weights: Iterable[tuple[LoraWeights, float]], x:
     return y
 
 
-_EXPERT = re.compile(r"(layers\.(\d+)\.mlp\.experts)\.(\d+)\.(\w+)")
+EXPERT_MATRIX = re.compile(r"(layers\.(\d+)\.mlp\.experts)\.(\d+)\.(\w+)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +142,7 @@ class InstallLora:
     @classmethod
     def for_model(cls, model: spec.Model, adapter_id: int, role: str, weights: LoraWeights) -> InstallLora:
         """The change for one matrix of a model."""
-        found = _EXPERT.fullmatch(role)
+        found = EXPERT_MATRIX.fullmatch(role)
         mlp = model.layers[int(found[2])].mlp if found else None
         return cls(adapter_id, role, weights, mlp if isinstance(mlp, spec.Moe) else None)
 
@@ -156,15 +157,15 @@ class InstallLora:
 
     def __call__(self, inner: Any) -> Any:
         """The adapted module of `inner`, which may be adapted already."""
-        if (found := _EXPERT.fullmatch(self.role)) and self.moe is not None:
+        if (found := EXPERT_MATRIX.fullmatch(self.role)) and self.moe is not None:
             adapted = inner
             if not isinstance(inner, LoraExperts):
                 backend = ReferenceBackend(self.weights.up.device, self.weights.up.dtype)
                 adapted = LoraExperts(inner, partial(backend.moe, self.moe))
             adapted.lora_weights.setdefault(self.adapter_id, {})[int(found[3]), found[4]] = self.weights
             return adapted
-        kind = LoraEmbedding if self.role == "embed" else LoraLinear
-        adapted = inner if isinstance(inner, kind) else kind(inner)
+        wrapper = LoraEmbedding if self.role == "embed" else LoraLinear
+        adapted = inner if isinstance(inner, wrapper) else wrapper(inner)
         adapted.lora_weights[self.adapter_id] = self.weights
         return adapted
 
@@ -196,7 +197,7 @@ ModuleChange = InstallLora | RemoveLora
 
 def module_role_of(role: str) -> str:
     """The role of the module that is replaced for a role: all experts of a layer are one module."""
-    found = _EXPERT.fullmatch(role)
+    found = EXPERT_MATRIX.fullmatch(role)
     return found[1] if found else role
 
 
@@ -291,8 +292,8 @@ class Lora:
         return self._strength
 
     @strength.setter
-    def strength(self, wanted: float) -> None:
-        self._strength = _checked_strength(wanted)
+    def strength(self, value: float) -> None:
+        self._strength = _checked_strength(value)
 
     @property
     def lora_scaling(self) -> float:
@@ -300,9 +301,9 @@ class Lora:
         return self._strength * self._scaling
 
     @lora_scaling.setter
-    def lora_scaling(self, wanted: float) -> None:
-        if wanted != self.lora_scaling:  # assigning the present value must not change a bit of the strength
-            self._strength = _checked_strength(wanted) / self._scaling
+    def lora_scaling(self, value: float) -> None:
+        if value != self.lora_scaling:  # assigning the present value must not change a bit of the strength
+            self._strength = _checked_strength(value) / self._scaling
 
     @property
     def loaded(self) -> bool:

@@ -28,7 +28,7 @@ from ..spec.weight_roles import Matrix, matrices
 MAX_CONFIG_BYTES = 32 * 2**20
 
 MAX_PATTERN_COST = 4_000_000
-"""Bound on the cost of a table's patterns: each costs 100 to the power of its repetition operators."""
+"""Most that all patterns of a table may cost; one costs 100 ** (number of its repetition operators)."""
 
 MERGE_ADVICE = "Merge it into the model with PEFT (merge_and_unload), save that, and load the result."
 
@@ -88,7 +88,7 @@ class PeftConfig:
     @classmethod
     def read(cls, path: Path) -> PeftConfig:
         """Read and check a configuration; an option that exlm does not support is an error."""
-        raw = _load(path)
+        raw = _read_json(path)
         _check_supported(path, raw)
 
         def number(name: str, value: object, *, whole: bool) -> Any:
@@ -131,17 +131,19 @@ class PeftConfig:
     @property
     def default_scaling(self) -> float:
         """alpha / r (rsLoRA: alpha / √r), without the patterns of single modules."""
-        return self._factor(self.alpha, self.r)
+        return self._scaling_for_rank(self.alpha, self.r)
 
     def scaling(self, module: str) -> float:
         """The scaling of a module."""
-        return self._factor(_match_pattern(self.alpha_pattern, module, self.alpha), self.rank(module))
+        return self._scaling_for_rank(
+            _match_pattern(self.alpha_pattern, module, self.alpha), self.rank(module)
+        )
 
-    def _factor(self, alpha: float, rank: int) -> float:
+    def _scaling_for_rank(self, alpha: float, rank: int) -> float:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(read_small_file(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -214,7 +216,7 @@ class TargetMatrix:
 
 @dataclass(frozen=True)
 class TargetModule:
-    """A module under the name that adapters use, and the model's matrices in it."""
+    """A module as adapters name it: its size, and the model's matrices in it."""
 
     in_features: int
     out_features: int
@@ -239,31 +241,25 @@ class TargetModules:
                     found.setdefault(location.key, []).append(
                         (matrix, TargetMatrix(matrix.role, location.rows))
                     )
-        self._targets = {key: _target(parts) for key, parts in found.items()}
+        self._targets = {key: _target_module(parts) for key, parts in found.items()}
 
     def find(self, module: str) -> TargetModule | None:
         """The module of a stored name; None if there is none."""
         return self._targets.get(self._names.to_llama_key(module + ".weight").removesuffix(".weight"))
 
 
-def _target(parts: list[tuple[Matrix, TargetMatrix]]) -> TargetModule:
+def _target_module(parts: list[tuple[Matrix, TargetMatrix]]) -> TargetModule:
     first = parts[0][0]
     outputs = max((stop for _, part in parts for _, stop in part.output_spans), default=first.out_features)
     return TargetModule(first.in_features, outputs, tuple(part for _, part in parts))
 
 
 A, B = "A", "B"
-MATRIX_BY_SUFFIX = {
-    ".lora_A.weight": A,
-    ".lora_B.weight": B,
-    ".lora_embedding_A": A,
-    ".lora_embedding_B": B,
-}
+MATRIX_BY_SUFFIX = {".lora_A.weight": A, ".lora_B.weight": B, ".lora_embedding_A": A, ".lora_embedding_B": B}
 PREFIX = "base_model.model."
 VISION_MODULE = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
-BASE_WEIGHT_SUFFIX = (
-    ".base_layer.weight"  # the model's own weights, which PEFT saves with an adapted embedding
-)
+BASE_WEIGHT_SUFFIX = ".base_layer.weight"
+"""The model's own weights, which PEFT saves with an adapted embedding."""
 
 
 @dataclass(frozen=True)
@@ -306,26 +302,28 @@ class PeftReader:
         return weights_by_role
 
     def _split_module(
-        self, header: SafetensorsHeader, module: str, target: TargetModule, halves: dict[str, str]
+        self, header: SafetensorsHeader, module: str, target: TargetModule, names: dict[str, str]
     ) -> list[tuple[str, LoraWeights]]:
         """The LoRA weights of a module, split by its matrices."""
-        for half in (A, B):
-            if half not in halves:
-                (other,) = halves.values()
-                raise MissingTensor(f"{self.path}: {quoted(other)} is there, but not its other half, {half}.")
+        for matrix in (A, B):
+            if matrix not in names:
+                (other,) = names.values()
+                raise MissingTensor(
+                    f"{self.path}: {quoted(other)} is there, but not its other half, {matrix}."
+                )
         if any(part.role == "head" for part in target.matrices) and self.model.head.normalize_rows:
             raise Unsupported(
                 f"{self.path}: {quoted(module)} is a head that is normalised at load. {MERGE_ADVICE}"
             )
         rank = self.config.rank(module)
-        a = self._tensor(header, halves[A], (rank, target.in_features))
-        b = self._tensor(header, halves[B], (target.out_features, rank)) * self.config.scaling(module)
+        a = self._tensor(header, names[A], (rank, target.in_features))
+        b = self._tensor(header, names[B], (target.out_features, rank)) * self.config.scaling(module)
         device = self.device(target.matrices[0].role)
-        down = self._to_model_dtype(halves[A], a).to(device)
+        down = self._to_model_dtype(names[A], a).to(device)
         out = []
         for part in target.matrices:
             rows = torch.cat([b[start:stop] for start, stop in part.output_spans]) if part.output_spans else b
-            out.append((part.role, LoraWeights(down, self._to_model_dtype(halves[B], rows.T).to(device))))
+            out.append((part.role, LoraWeights(down, self._to_model_dtype(names[B], rows.T).to(device))))
         return out
 
     def _tensor(self, header: SafetensorsHeader, name: str, shape: tuple[int, int]) -> Tensor:

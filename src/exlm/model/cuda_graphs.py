@@ -1,9 +1,8 @@
 """CUDA graphs of decode steps: captured once per bucket, then replayed without launches by the host.
 
 A graph serves every batch of its bucket (rows, new tokens, pages). A smaller batch is padded with copies
-of its last row, which compute and store the same again. A step's inputs lie in one tensor that the graph
-reads; its outputs stay in the graph's memory
-until the next replay.
+of its last row, which compute and store the same values twice. A step's inputs are in one tensor that the
+graph reads; its outputs stay in the graph's memory until the next replay.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ForwardFn = Callable[[Batch], Tensor]
 
 
 class Bucket(NamedTuple):
-    """The sizes of a graph."""
+    """The sizes of the batches that one graph serves."""
 
     rows: int
     tokens: int
@@ -50,18 +49,17 @@ class Bucket(NamedTuple):
 class CapturedDecode:
     """One bucket's inputs, outputs and, once captured, its graph."""
 
-    def __init__(self, size: Bucket, device: torch.device) -> None:
-        self.size = size
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
+        self.bucket = bucket
         self.warmed_up = False
         """Whether a batch of this bucket has run before."""
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        count = size.rows * (1 + size.tokens + size.pages)
-        self._device_inputs = torch.zeros(
-            count, dtype=torch.int64, device=device
-        )  # past lengths, ids, page tables
+        count = bucket.rows * (1 + bucket.tokens + bucket.pages)
+        # Past lengths, ids and page tables, on the device and on the host.
+        self._device_inputs = torch.zeros(count, dtype=torch.int64, device=device)
         self._pinned_inputs = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._copy_done = _make_event(device)  # after this event `_staged` may be written again
+        self._copy_done = _make_event(device)  # after this event `_pinned_inputs` may be written again
         self._past, self._ids, self._page_table = (
             part.numpy() for part in self._split_inputs(self._pinned_inputs)
         )
@@ -72,20 +70,20 @@ class CapturedDecode:
         """The batch in the graph's input tensor."""
         past, ids, table = self._split_inputs(self._device_inputs)
         positions = past[:, None]
-        if self.size.tokens > 1:
-            positions = positions + torch.arange(self.size.tokens, device=past.device)
-        return Batch(ids, positions, past, table, self.size.pages * PAGE_SIZE, uniform=False)
+        if self.bucket.tokens > 1:
+            positions = positions + torch.arange(self.bucket.tokens, device=past.device)
+        return Batch(ids, positions, past, table, self.bucket.pages * PAGE_SIZE, uniform=False)
 
     def copy_inputs(
         self, new_ids: Sequence[Sequence[int]] | Tensor, past: Sequence[int], pages: Sequence[Sequence[int]]
     ) -> None:
-        """Copy the next batch to the device; `fed`: ids (rows,) that are already on the device."""
+        """Copy the next batch to the device; a tensor of ids (rows,) is on the device already."""
         rows = len(past)
         if self._copy_done is not None:
             self._copy_done.synchronize()
         self._past[:rows] = past
         self._past[rows:] = past[-1]
-        used_pages = [row_pages[: self.size.pages] for row_pages in pages]
+        used_pages = [row_pages[: self.bucket.pages] for row_pages in pages]
         if used_pages != self._last_pages:
             for row, row_pages in enumerate(used_pages):
                 self._page_table[row, : len(row_pages)] = row_pages
@@ -99,12 +97,12 @@ class CapturedDecode:
             self._copy_done.record()
         if isinstance(new_ids, Tensor):
             torch.clamp_min(new_ids, 0, out=self._device_ids[:rows, 0])  # negative ids are sampling failures
-            if rows < self.size.rows:
+            if rows < self.bucket.rows:
                 self._device_ids[rows:] = self._device_ids[rows - 1]
 
     def _split_inputs(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The inputs' parts: past lengths (rows,), ids (rows, tokens), page tables (rows, pages)."""
-        rows, tokens, pages = self.size
+        rows, tokens, pages = self.bucket
         past, ids, table = inputs.split_with_sizes([rows, rows * tokens, rows * pages])
         return past, ids.view(rows, tokens), table.view(rows, pages)
 
@@ -113,9 +111,9 @@ class CudaGraphRunner:
     """The CUDA graphs of one decoder over one cache, captured when first needed."""
 
     def __init__(self, forward: ForwardFn, device: torch.device, max_tokens: int = MAX_GRAPH_TOKENS) -> None:
-        """`forward` must launch the same kernels for every batch of a bucket, and not synchronise, up to
+        """`forward` must not synchronise, and launch the same kernels for every batch of a bucket.
 
-        `max_tokens` tokens.
+        It is captured for batches of up to `max_tokens` tokens.
         """
         self._forward = forward
         self._device = device
@@ -125,15 +123,12 @@ class CudaGraphRunner:
         self._disabled = device.type != "cuda"
 
     def decode(
-        self,
-        new_ids: Sequence[Sequence[int]] | Tensor,
-        past: Sequence[int],
-        pages: Sequence[Sequence[int]],
+        self, new_ids: Sequence[Sequence[int]] | Tensor, past: Sequence[int], pages: Sequence[Sequence[int]]
     ) -> Tensor | None:
         """Logits (rows, tokens, vocabulary) of equally many ids in each row; the next call overwrites them.
 
-        `fed`: a tensor (rows,) of one id each that the device is still computing; logits of a negative id
-        are meaningless. None if the batch is too large to capture.
+        `new_ids` may be a tensor (rows,) of one id each that the device is still computing; logits of a
+        negative id are meaningless. None if the batch is too large to capture.
         """
         rows, tokens = len(past), 1 if isinstance(new_ids, Tensor) else len(new_ids[0])
         bucket = Bucket.of(rows, tokens, (max(past) + tokens - 1) // PAGE_SIZE + 1)

@@ -1,4 +1,4 @@
-"""Devices and precision of a model, and limits of the machine that loading must respect."""
+"""The devices and the precision of a model, and CPU limits that loading must respect (memory, AMX)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 MEMINFO = Path("/proc/meminfo")
 
 UNKNOWN_FREE_BYTES = 1 << 62
-"""Assumed free memory if the system does not tell: loading then finds out."""
+"""Assumed where the system does not report its free memory."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -34,13 +34,13 @@ DTYPES = {
 
 
 LIBRARY_BYTES = 64 << 20
-"""Memory that C libraries take when a thread first calls them; loading needs that much beside the model."""
+"""Memory that C libraries take when a thread first calls them, in addition to the model."""
 
 THREAD_STACK_BYTES = 8 << 20
 """Usual stack of a thread, in bytes."""
 
 OPENMP_GRAIN_SIZE = 32768
-"""torch's grain size: elements that one OpenMP thread gets at least."""
+"""Fewest elements of an operation that torch gives to one OpenMP thread."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ def device_context(device: torch.device) -> AbstractContextManager[object]:
 
 
 def disable_broken_amx(device: torch.device, dtype: torch.dtype) -> None:
-    """Keep bfloat16 off AMX if a virtual machine reports AMX but does not let programs use it."""
+    """Run bfloat16 without oneDNN if a virtual machine reports AMX but does not let programs use it."""
     if device.type != "cpu":
         return
-    found = env.cap_onednn_isa()
-    if found.capped and dtype is torch.bfloat16:
+    isa = env.cap_onednn_isa()
+    if isa.capped and dtype is torch.bfloat16:
         # torch may have started oneDNN before the cap was set, and that cannot be seen: disable oneDNN.
         torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
         log.warning("AMX is announced but not usable here: bfloat16 runs without oneDNN, which is slower.")

@@ -1,4 +1,4 @@
-"""Check the arguments of `Model.forward` and cut them into batches."""
+"""Check the inputs of `Model.forward` and of jobs, and cut a call of `forward` into batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..nn import Batch, LoraRef, VectorSpan
 from ..nn.batch import Outputs
 
 EMBED_HERE = "{{EMBED_HERE}}"
-"""Marks the place of vectors without an alias in a prompt."""
+"""The place in a prompt of vectors that have no alias."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class SequenceExtras:
 
     @property
     def salt(self) -> bytes:
-        """What makes keys and values differ for equal ids: the LoRAs. Ids of embeddings are unique."""
+        """Part of the hash of cached pages: with other LoRAs, equal ids have other keys and values."""
         return b"".join(struct.pack("<qd", *one) for one in self.adapters)
 
     def unloaded_error(self) -> NotLoaded | None:
@@ -47,8 +47,8 @@ class SequenceExtras:
     def vector_spans(self, row: int, ids: Sequence[int]) -> Iterator[VectorSpan]:
         """The vectors that replace embeddings of these ids in a batch's row."""
         if self.embeddings and max(ids) >= EMBEDDING_INDEX:
-            for run in embedding_spans(ids, self.embeddings):
-                yield VectorSpan(row, run.start, run.vectors)
+            for span in embedding_spans(ids, self.embeddings):
+                yield VectorSpan(row, span.start, span.vectors)
 
     def mrope_slice(self, start: int, stop: int) -> Tensor:
         """(3, stop - start) M-RoPE positions; sampled tokens continue the prompt on all axes."""
@@ -90,7 +90,7 @@ def check_ids(ids: Sequence[int], embeddings: Sequence[MMEmbedding], vocab_size:
             "another model's tokenizer?"
         )
     for _ in embedding_spans(ids, embeddings):
-        pass
+        pass  # raises for an id that no embedding has
 
 
 def uses_mrope(model: spec.Model) -> bool:
@@ -132,7 +132,7 @@ class ForwardRequest:
         max_kv_len = self.past + stop
         return Batch(
             ids=self.ids[:, start:stop],
-            positions=self.positions[..., start:stop].contiguous(),  # other ranks will get them in this dtype
+            positions=self.positions[..., start:stop].contiguous(),  # channels to other ranks need it
             past_lens=torch.full((self.rows,), self.past + start, device=self.ids.device),
             pages=pages,
             max_kv_len=max_kv_len,
@@ -155,9 +155,9 @@ def check_forward_inputs(
     adapters: tuple[LoraRef, ...] = (),
     indexed_embeddings: Any = None,
 ) -> ForwardRequest:
-    """The call as a `ForwardRequest` on the model's device, or an error that says what is wrong."""
+    """Check the arguments of `forward`; returns them as a `ForwardRequest` on the model's device."""
     embeddings = check_embeddings(indexed_embeddings, config.spec.hidden)
-    ids = _check_ids(config, input_ids, embeddings)
+    ids = _check_input_ids(config, input_ids, embeddings)
     rows, tokens = ids.shape
     past = 0 if cache is None else check_cache_room(cache, rows, tokens)
     if past + tokens > config.max_seq_len:
@@ -168,13 +168,12 @@ def check_forward_inputs(
     spans = _vector_spans(ids, embeddings, device)
     default_positions = _default_positions(config, ids, past, embeddings).to(device)
     ids = ids.to(device)
+    mask = None if input_mask is None else _visibility_mask(input_mask, rows, past + tokens, cache).to(device)
     return ForwardRequest(
         ids=ids,
-        positions=_positions(ids, default_positions, position_offsets, positions, config.max_seq_len),
+        positions=_resolve_positions(ids, default_positions, position_offsets, positions, config.max_seq_len),
         past=past,
-        mask=None
-        if input_mask is None
-        else _visibility_mask(input_mask, rows, past + tokens, cache).to(device),
+        mask=mask,
         adapters=(adapters,) * rows if adapters else (),
         vector_spans=spans,
     )
@@ -183,7 +182,7 @@ def check_forward_inputs(
 def requested_outputs(
     config: FrozenConfig, request: ForwardRequest, preprocess_only: bool, last_id_only: bool
 ) -> Outputs:
-    """Which logits are requested, if `max_output_len` allows as many."""
+    """Which logits the call asks for; raises if they are more than `max_output_len` allows."""
     requested: Outputs = "none" if preprocess_only else "last" if last_id_only else "all"
     if requested == "all" and config.max_output_len is not None and request.tokens > config.max_output_len:
         raise InputError(
@@ -210,7 +209,7 @@ def chunk_ranges(config: FrozenConfig, request: ForwardRequest, has_cache: bool)
         start += size
 
 
-def _check_ids(config: FrozenConfig, ids: Tensor, embeddings: tuple[MMEmbedding, ...]) -> Tensor:
+def _check_input_ids(config: FrozenConfig, ids: Tensor, embeddings: tuple[MMEmbedding, ...]) -> Tensor:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         found = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InputError(f"input_ids must be an integer tensor of (rows, tokens), found {found}.")
@@ -232,8 +231,8 @@ def _vector_spans(
         return ()
     return tuple(
         VectorSpan(row, span.start, span.vectors.to(device))
-        for row, numbers in enumerate(ids.tolist())
-        for span in embedding_spans(numbers, embeddings)
+        for row, row_ids in enumerate(ids.tolist())
+        for span in embedding_spans(row_ids, embeddings)
     )
 
 
@@ -263,16 +262,16 @@ def check_cache_room(cache: CacheBase, rows: int, tokens: int) -> int:
 def _default_positions(
     config: FrozenConfig, ids: Tensor, past: int, embeddings: tuple[MMEmbedding, ...]
 ) -> Tensor:
-    """Default positions: consecutive, with M-RoPE positions for images."""
+    """Consecutive positions, or M-RoPE positions where images need them."""
     rows, tokens = ids.shape
     if embeddings:
         row_positions = [prompt_mrope_positions(config.spec, row, embeddings, past) for row in ids.tolist()]
-        if placed := [one for one in row_positions if one is not None]:
-            return torch.stack(placed, 1)
+        if mrope_rows := [one for one in row_positions if one is not None]:
+            return torch.stack(mrope_rows, 1)
     return torch.arange(past, past + tokens, device=ids.device).expand(rows, tokens)
 
 
-def _positions(
+def _resolve_positions(
     ids: Tensor, default: Tensor, offsets: Tensor | None, given: Tensor | None, max_length: int
 ) -> Tensor:
     rows, tokens = ids.shape
@@ -305,10 +304,9 @@ def _positions(
 
 
 def _visibility_mask(mask: Tensor, rows: int, total: int, cache: CacheBase | None) -> Tensor:
-    """An additive (0 or -inf) or boolean mask as visibility; True beyond its end.
+    """An additive (0 or -inf) or boolean mask as visibility; tokens beyond its end are visible.
 
-    With a cache it may cover later tokens too, as the mask of a whole prompt does whose last token is
-    forwarded later.
+    With a cache the mask may cover tokens that a later call computes.
     """
     if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
         found = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__

@@ -105,12 +105,8 @@ class ModelInstance:
         moe_layers = [i for i, one in enumerate(self.config.spec.layers) if isinstance(one.mlp, spec.Moe)]
         experts = {backend_by_role.get(f"layers.{i}.mlp") for i in moe_layers}
         one_device = len(set(map(id, self.module_backends))) == 1 and not self.num_ranks
-        if (
-            not one_device
-            or attention - {"cuda", "triton"}
-            or experts - {"cuda"}
-            or legacy_switches().no_graphs
-        ):
+        synchronizes = attention - {"cuda", "triton"} or experts - {"cuda"}
+        if not one_device or synchronizes or legacy_switches().no_graphs:
             return 0
         return FUSE_MAX_TOKENS if experts else MAX_GRAPH_TOKENS
 
@@ -204,7 +200,7 @@ def load_modules(
     has_embedding: bool = True,
     has_head: bool = True,
 ) -> LoadSteps:
-    """Build all modules on their devices; modules on the same `DeviceInfo` share backends.
+    """Build all modules on their devices; modules on the same `DeviceInfo` object share backends.
 
     Without `has_embedding` or `has_head`, another rank has the embedding or the head.
     """
@@ -220,20 +216,20 @@ def load_modules(
         config.spec, source, module_backends[0], config.max_seq_len, module_backends, has_embedding, has_head
     )
     total, modules = len(builder), builder.build()
-    has_both_ends = has_embedding and has_head
     on_one_gpu = len(backends_by_device) == 1 and module_devices[0].device.type == "cuda"
+    can_warm_up = on_one_gpu and has_embedding and has_head and module_backends[0].can_bind_concurrently
     with Warmup() as warmup:
         for i in range(total):
             yield from progress.report(i, total)
             with torch.no_grad(), device_context(module_devices[i].device):
                 decoder = next(modules)
-                if i == 0 and has_both_ends and on_one_gpu and module_backends[0].can_bind_concurrently:
+                if i == 0 and can_warm_up:
                     warmup.start(decoder, module_devices[0].device)
     return ModelInstance(config, decoder, tuple(module_devices), tuple(module_backends))
 
 
 def run_to_end(steps: LoadSteps) -> ModelInstance:
-    """Run a load to its end."""
+    """Run a load without its progress."""
     while True:
         try:
             next(steps)

@@ -1,4 +1,4 @@
-"""`Loader`, the half of `Model` that loads, unloads, plans and describes it.
+"""`LoadableModel`, the half of `Model` that loads, unloads, plans and describes it.
 
 A model is loaded completely or not at all: on one device, on several, or in several processes.
 """
@@ -63,7 +63,7 @@ OUT_OF_MEMORY_REMEDY = (
     "model, one of fewer bits, or fewer tokens (config.max_seq_len)."
 )
 
-_LAYER_KEY = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
+STORED_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
 
 
 class LegacyModule:
@@ -80,8 +80,8 @@ class LegacyModule:
         return self._device_idx
 
     @device_idx.setter
-    def device_idx(self, wanted: int | None) -> None:
-        if wanted != self._device_idx:
+    def device_idx(self, value: int | None) -> None:
+        if value != self._device_idx:
             warnings.warn(
                 f"{self.key} stays where it is: parts go to devices as model.load(gpu_split) or "
                 "model.load_autosplit(cache) say.",
@@ -97,16 +97,16 @@ class LegacyModule:
         return f"{type(self).__name__}({self.key!r}, device_idx={self._device_idx})"
 
 
-class Loader:
-    """A model that can be loaded, unloaded and described."""
+class LoadableModel:
+    """A model that can be loaded, unloaded and described; `Model` adds the forward pass."""
 
     def __init__(self, config: Config, lazy_load: bool = False) -> None:
         if not isinstance(config, Config):
             is_path = isinstance(config, str | PathLike)
-            wanted = f"Config({str(config)!r})" if is_path else "Config('/path/to/model')"
+            example = f"Config({str(config)!r})" if is_path else "Config('/path/to/model')"
             raise InputError(
-                f"A model is made of a Config, found {type(config).__name__}: write Model({wanted}), or give "
-                "the path to LLM."
+                f"A model is made of a Config, found {type(config).__name__}: write Model({example}), or "
+                "give the path to LLM."
             )
         self.config = config
         self.loaded = False
@@ -248,8 +248,8 @@ class Loader:
         refuse_removed_variables()
         self.unload()
         try:
-            with memory_errors(self._describe_failure, OUT_OF_MEMORY_REMEDY):
-                start_openmp(self._describe_failure())
+            with memory_errors(self._failure_message, OUT_OF_MEMORY_REMEDY):
+                start_openmp(self._failure_message())
                 self._loaded = yield from steps
                 self.loaded = True
                 if lazy_cache is not None:
@@ -327,7 +327,7 @@ class Loader:
                 "itself. Call cache.release() if what it holds is not needed, or make a new one."
             )
 
-    def _describe_failure(self) -> str:
+    def _failure_message(self) -> str:
         """The first part of the message when memory runs out."""
         path = self.config.model_dir or "the model"
         stored = _stored_bytes(Path(path))
@@ -416,7 +416,7 @@ class Loader:
         return _list_legacy_modules(len(devices) - 2, devices)
 
     @modules.setter
-    def modules(self, wanted: object) -> None:
+    def modules(self, value: object) -> None:
         raise Unsupported(
             "Layers cannot be exchanged in a loaded model, since several of them may be one call. Write the "
             "layers that you want into a model folder and load that."
@@ -451,14 +451,14 @@ def _callback_or_bar(callback: ProgressCallback | None, progress: bool) -> Itera
 
 def _warn_about_unused_layers(config: FrozenConfig, source: WeightSource) -> None:
     """Warn if the files have more layers than config.json: it may belong to another model."""
-    described = len(config.spec.layers)
-    matches = map(_LAYER_KEY.match, map(config.spec.names.to_llama_key, source.unused()))
-    stored = max((int(match[1]) + 1 for match in matches if match is not None), default=0)
-    if stored > described:
+    num_layers = len(config.spec.layers)
+    matches = map(STORED_LAYER.match, map(config.spec.names.to_llama_key, source.unused()))
+    num_stored = max((int(match[1]) + 1 for match in matches if match is not None), default=0)
+    if num_stored > num_layers:
         log.warning(
-            "%s describes %d layers, and the files hold %d: the last %d are left out. If that is not meant, "
-            "take the description from the model's own page.",
-            *(config.path, described, stored, stored - described),
+            "%s describes %d layers, and the files hold %d: the last %d are left out. If that is wrong, "
+            "take config.json from the model's own page.",
+            *(config.path, num_layers, num_stored, num_stored - num_layers),
         )
 
 
@@ -480,5 +480,5 @@ def _list_legacy_modules(layers: int, devices: list[int] | None) -> list[LegacyM
     """The embedding, all layers and the head."""
     keys = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(layers)), "lm_head"]
     names = ["Embedding", *["Layer"] * layers, "Head"]
-    places: list[int | None] = [None] * len(keys) if devices is None else [*devices]
-    return [LegacyModule(*each) for each in zip(keys, names, places, strict=True)]
+    device_ids: list[int | None] = [None] * len(keys) if devices is None else [*devices]
+    return [LegacyModule(*module) for module in zip(keys, names, device_ids, strict=True)]

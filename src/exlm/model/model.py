@@ -34,14 +34,14 @@ from .inputs import (
     uses_mrope,
 )
 from .instance import kv_shapes, model_dtype
-from .loader import Loader
+from .loader import LoadableModel
 from .model_runner import PagedModelRunner
 
-_ATTENTION = re.compile(r"layers\.\d+\.attn\.[qkvo]")
+ATTENTION_MATRIX = re.compile(r"layers\.\d+\.attn\.[qkvo]")
 
 
-class Model(Loader):
-    """A language model: `Model(config)`, `load()`, then `forward(ids, cache)`."""
+class Model(LoadableModel):
+    """A language model: make it with `Model(config)`, `load()` it, then call `forward(ids, cache)`."""
 
     @property
     def max_seq_len(self) -> int:
@@ -49,8 +49,8 @@ class Model(Loader):
 
         A larger length takes effect when the model is loaded again, since RoPE tables are made then.
         """
-        wanted = self.config.max_seq_len
-        return wanted if self._loaded is None else min(wanted, self._loaded.config.max_seq_len)
+        configured = self.config.max_seq_len
+        return configured if self._loaded is None else min(configured, self._loaded.config.max_seq_len)
 
     # CacheOwner
 
@@ -62,11 +62,9 @@ class Model(Loader):
     @property
     def cache_devices(self) -> list[torch.device] | None:
         """Each layer's device; None before loading."""
-        return (
-            None
-            if self._loaded is None
-            else [backends.device for backends in self._loaded.module_backends[1:-1]]
-        )
+        if self._loaded is None:
+            return None
+        return [backends.device for backends in self._loaded.module_backends[1:-1]]
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -151,11 +149,11 @@ class Model(Loader):
         if self._loaded is not None:
             distinct = {id(backends): backends for backends in self._loaded.module_backends}.values()
             records = (record for backends in distinct for record in backends.records)
-            forms = {record.detail for record in records if _ATTENTION.fullmatch(record.role)}
+            forms = {record.detail for record in records if ATTENTION_MATRIX.fullmatch(record.role)}
         else:
             frozen = self.config.freeze()
             source, roles = self.open_checkpoint(frozen), (matrix.role for matrix in matrices(frozen.spec))
-            forms = {source.describe(role)[0] for role in roles if _ATTENTION.fullmatch(role)}
+            forms = {source.describe(role)[0] for role in roles if ATTENTION_MATRIX.fullmatch(role)}
         return not all(form.startswith("dense") for form in forms)
 
     @torch.no_grad()
@@ -178,12 +176,12 @@ class Model(Loader):
 
         With a cache the tokens follow `cache.current_seq_len`, which moves on; set it back to rewind. Long
         inputs are computed in chunks of `config.max_input_len`. `preprocess_only` fills the cache and returns
-        None. With `return_last_state` the answer is (logits, the state entering the final norm) of the last
+        None. With `return_last_state` it returns (logits, the state entering the final norm) of the last
         chunk. An `abort_event` that is set ends the call between chunks and returns None. `input_mask` hides
         keys (as made by `tokenizer.padding_mask`), `position_offsets` shifts each row's positions,
-        `positions` replaces them. `loras` change every row. `indexed_embeddings` are laid over their ids;
-        images get positions as if the cache held text, so later calls for the same tokens pass `positions`.
-        A list of caches has one for each row.
+        `positions` replaces them. `loras` change every row. `indexed_embeddings` replace the embeddings of
+        their ids; images get positions as if the cache held text, so later calls for the same tokens pass
+        `positions`. A list of caches has one for each row.
         """
         if cache is not None and not isinstance(cache, CacheBase):
             return _forward_per_row_caches(

@@ -68,7 +68,7 @@ class PagedModelRunner:
         uses_mrope: bool = False,
         max_graph_tokens: int = 0,
     ) -> None:
-        """`mrope`: positions may have three axes. `max_graph_tokens`: as in `ModelInstance`."""
+        """`uses_mrope`: positions may have three axes. `max_graph_tokens`: as in `ModelInstance`."""
         self.decoder: Decoder | UnloadedDecoder = decoder
         self.cache = cache
         self.device = device
@@ -209,7 +209,7 @@ class PagedModelRunner:
 
 
 def all_logits(decoder: Decoder, cache: CacheBase, batch: Batch) -> Tensor:
-    """All logits of a batch."""
+    """The logits of every token of a batch."""
     logits, _ = decoder.forward(batch, cache.layers)
     assert logits is not None
     return logits

@@ -43,14 +43,7 @@ from ..parallel.workers import (
 )
 from .decoder import Decoder
 from .devices import DeviceInfo, list_devices
-from .instance import (
-    LoadProgress,
-    LoadSteps,
-    ModelInstance,
-    load_modules,
-    open_checkpoint,
-    run_to_end,
-)
+from .instance import LoadProgress, LoadSteps, ModelInstance, load_modules, open_checkpoint, run_to_end
 from .placement import (
     SPLIT_REMEDY,
     CacheOwnerInfo,
@@ -170,16 +163,8 @@ def _load_under_torchrun(
     own_device = device_infos[dist.get_node_local_rank(0) % len(device_infos)]
     if rank_info.rank:
         channel = connect_to_driver(rank_info)
-        run_worker(
-            channel,
-            strategy,
-            frozen,
-            rank_info.rank,
-            rank_info.size,
-            own_device,
-            rank_info.store,
-            local=False,
-        )
+        store, rank, size = rank_info
+        run_worker(channel, strategy, frozen, rank, size, own_device, store, local=False)
         channel.close()
         sys.exit(0)
     if rank_info.store.check(["driver_address"]):
@@ -198,7 +183,7 @@ def _load_under_torchrun(
 def _connect_ranks(
     strategy: ParallelStrategy,
     frozen: FrozenConfig,
-    share: ModelInstance,
+    own_shard: ModelInstance,
     driver: RankDriver,
     store: Store,
     count: int,
@@ -208,14 +193,14 @@ def _connect_ranks(
     """Connect rank 0's shard with the workers', once every rank has loaded its own."""
     driver.receive_all()
     driver.send_all(Message("open_group"))
-    group = driver.open_group(lambda: Group(store, 0, count, share.devices[0], local))
+    group = driver.open_group(lambda: Group(store, 0, count, own_shard.devices[0], local))
     cache_replicator = WorkerCacheReplicator(driver)
     role_shard = partial(strategy.role_shard, frozen, size=count)
     decoder = DriverDecoder(
-        strategy.connect(share, frozen, group), cache_replicator, role_shard, group.device
+        strategy.connect(own_shard, frozen, group), cache_replicator, role_shard, group.device
     )
     return replace(
-        share,
+        own_shard,
         decoder=decoder,
         num_ranks=count,
         driver=driver,
@@ -227,16 +212,16 @@ def _connect_ranks(
 def _check_rank_memory(
     frozen: FrozenConfig, device_infos: Sequence[DeviceInfo], capacities: Sequence[DeviceCapacity]
 ) -> None:
-    """Raise `DoesNotFit` if `gpu_split` gives a rank less than its shard needs."""
-    parts = estimate_modules(
+    """Raise `DoesNotFit` if `gpu_split` gives a rank less memory than its shard needs."""
+    modules = estimate_modules(
         frozen, open_checkpoint(frozen), compute_profile(frozen, device_infos), [0] * len(frozen.spec.layers)
     )
-    share = sum(part.weights + part.shared for part in parts[1:]) // len(capacities)
+    share = sum(module.weights + module.shared for module in modules[1:]) // len(capacities)
     for rank, capacity in enumerate(capacities):
-        need = share + (parts[0].weights if rank == 0 else 0)
-        if need > capacity.free:
+        needed = share + (modules[0].weights if rank == 0 else 0)
+        if needed > capacity.free:
             raise DoesNotFit(
-                f"Rank {rank}'s share of the weights takes {format_bytes(need)}, but gpu_split gives "
+                f"Rank {rank}'s share of the weights takes {format_bytes(needed)}, but gpu_split gives "
                 f"{capacity.name} {format_bytes(capacity.free)}. {SPLIT_REMEDY}"
             )
 
@@ -268,23 +253,23 @@ class WorkerCacheReplicator:
         }
         self._send_all("allocate_cache", self._register(cache), values)
 
-    def replicate_clone(self, cache: CacheBase, twin: CacheBase) -> None:
+    def replicate_clone(self, cache: CacheBase, clone: CacheBase) -> None:
         """The workers clone theirs."""
-        self._send_all("clone_cache", self._register(twin), {"source_id": self._id_of(cache)})
+        self._send_all("clone_cache", self._register(clone), {"source_id": self._id_of(cache)})
 
     def replicate_call(
         self, cache: CacheBase, method: str, *values: object, target: CacheBase | None = None
     ) -> None:
         """The workers call the same method."""
-        other = None if target is None else self._id_of(target)
+        target_id = None if target is None else self._id_of(target)
         self._send_all(
-            "call_cache", self._id_of(cache), {"method": method, "values": values, "target_id": other}
+            "call_cache", self._id_of(cache), {"method": method, "values": values, "target_id": target_id}
         )
 
-    def _id_of(self, one: CacheBase | CacheLayer) -> int:
-        if one not in self._cache_ids:
+    def _id_of(self, cache: CacheBase | CacheLayer) -> int:
+        if cache not in self._cache_ids:
             raise InputError("This cache was made before the model was loaded as it is now: make a new one.")
-        return self._cache_ids[one]
+        return self._cache_ids[cache]
 
     def _register(self, cache: CacheBase) -> int:
         self._last_id += 1
@@ -305,7 +290,7 @@ class WorkerCacheReplicator:
 
 
 class DriverDecoder(Decoder):
-    """Rank 0's decoder: the workers run every batch with it."""
+    """Rank 0's decoder: every rank runs each batch, and gets its shard of each LoRA."""
 
     def __init__(
         self,
@@ -315,12 +300,8 @@ class DriverDecoder(Decoder):
         device: torch.device,
     ) -> None:
         super().__init__(decoder.embedding, decoder.blocks, decoder.head, decoder.transfers)
-        self.inner, self.cache_replicator, self.role_shard, self.device = (
-            decoder,
-            cache_replicator,
-            role_shard,
-            device,
-        )
+        self.inner, self.cache_replicator = decoder, cache_replicator
+        self.role_shard, self.device = role_shard, device
 
     def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
         """Run the batch on every rank; the logits are complete on this one."""
@@ -442,7 +423,7 @@ def _make_cache(model: CacheOwnerInfo, values: Mapping[str, Any]) -> CacheBase:
 
 
 def encode_batch(batch: Batch, cache_id: int | None, dropped: list[int]) -> Message:
-    """A batch as a message, without what only the embedding reads."""
+    """A batch as a message, without the vector spans, which only rank 0's embedding reads."""
     tensors = {name: getattr(batch, name) for name in ("ids", "positions", "past_lens", "pages", "mask")}
     return Message(
         "forward",
@@ -466,11 +447,11 @@ def decode_batch(message: Message, device: torch.device) -> Batch:
     return Batch(**fields, adapters=adapters)
 
 
-def shard_change(change: ModuleChange, role_shard: RoleShard) -> ModuleChange:
-    """A change for one rank: its shard of the LoRA, under the role's name there."""
-    if isinstance(change, InstallLora) and role_shard.cut is not None:
-        change = replace(change, weights=change.weights.shard(*role_shard.cut))
-    return replace(change, role=role_shard.role)
+def shard_change(change: ModuleChange, shard: RoleShard) -> ModuleChange:
+    """A LoRA change for one rank: its shard of the weights, and the role's name on that rank."""
+    if isinstance(change, InstallLora) and shard.part is not None:
+        change = replace(change, weights=change.weights.shard(*shard.part))
+    return replace(change, role=shard.role)
 
 
 def encode_change(change: ModuleChange) -> Message:

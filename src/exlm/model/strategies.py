@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import parallel
 from ..config import FrozenConfig
 from ..errors import Unsupported
 from ..nn import Batch
@@ -19,6 +18,7 @@ from ..parallel import (
     MatrixSlice,
     ReceivedEmbedding,
     ShardedSource,
+    check_shardable,
     combine_ranks,
     shard,
     slice_of_rank,
@@ -30,10 +30,10 @@ from .instance import LoadProgress, LoadSteps, ModelInstance, load_modules, open
 
 
 class RoleShard(NamedTuple):
-    """A rank's shard of a role's matrix: the role's name on that rank and the slice; None: all of it."""
+    """A rank's shard of a role's matrix."""
 
-    role: str
-    cut: MatrixSlice | None = None
+    role: str  # the role's name on that rank
+    part: MatrixSlice | None = None  # None: the whole matrix
 
 
 class ParallelStrategy(Protocol):
@@ -44,12 +44,7 @@ class ParallelStrategy(Protocol):
         ...
 
     def load(
-        self,
-        config: FrozenConfig,
-        rank: int,
-        size: int,
-        device_info: DeviceInfo,
-        progress: LoadProgress,
+        self, config: FrozenConfig, rank: int, size: int, device_info: DeviceInfo, progress: LoadProgress
     ) -> LoadSteps:
         """Load a rank's shard."""
         ...
@@ -68,21 +63,16 @@ class TensorParallel:
 
     def check(self, config: FrozenConfig, size: int) -> None:
         """Check heads, widths and norms."""
-        parallel.check_shardable(config.spec, size)
+        check_shardable(config.spec, size)
 
     def load(
-        self,
-        config: FrozenConfig,
-        rank: int,
-        size: int,
-        device_info: DeviceInfo,
-        progress: LoadProgress,
+        self, config: FrozenConfig, rank: int, size: int, device_info: DeviceInfo, progress: LoadProgress
     ) -> LoadSteps:
         """Load all layers, with fewer heads and narrower MLPs."""
         source = ShardedSource(open_checkpoint(config), config.spec, rank, size)
-        narrow = replace(config, spec=shard(config.spec, rank, size))
+        sharded_config = replace(config, spec=shard(config.spec, rank, size))
         device_infos = [device_info] * (len(config.spec.layers) + 2)
-        return load_modules(narrow, source, device_infos, progress, has_embedding=rank == 0)
+        return load_modules(sharded_config, source, device_infos, progress, has_embedding=rank == 0)
 
     def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
         """Add all-reduces, the head's gather and the embedding's broadcast."""
@@ -106,27 +96,22 @@ class PipelineParallel:
 
     def check(self, config: FrozenConfig, size: int) -> None:
         """Check the number of layers."""
-        depth = len(config.spec.layers)
-        if size > depth:
+        num_layers = len(config.spec.layers)
+        if size > num_layers:
             raise Unsupported(
-                f"{size} ranks cannot have a layer each of a model of {depth}: use fewer ranks."
+                f"{size} ranks cannot have a layer each of a model of {num_layers}: use fewer ranks."
             )
 
     def load(
-        self,
-        config: FrozenConfig,
-        rank: int,
-        size: int,
-        device_info: DeviceInfo,
-        progress: LoadProgress,
+        self, config: FrozenConfig, rank: int, size: int, device_info: DeviceInfo, progress: LoadProgress
     ) -> LoadSteps:
         """Load the rank's layers."""
         first, last = split_evenly(len(config.spec.layers), size)[rank]
-        stage = replace(config, spec=replace(config.spec, layers=config.spec.layers[first:last]))
+        stage_config = replace(config, spec=replace(config.spec, layers=config.spec.layers[first:last]))
         source = LayerRangeSource(open_checkpoint(config), first)
         device_infos = [device_info] * (last - first + 2)
-        endpoints = {"has_embedding": rank == 0, "has_head": rank == size - 1}
-        return load_modules(stage, source, device_infos, progress, **endpoints)
+        has_ends = {"has_embedding": rank == 0, "has_head": rank == size - 1}
+        return load_modules(stage_config, source, device_infos, progress, **has_ends)
 
     def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
         """Send hidden states from rank to rank, and the logits to rank 0."""

@@ -1,4 +1,4 @@
-"""Summarise a model's size, formats and backends, from headers and one small matrix of each format."""
+"""A model's size, formats and backends, from its files' headers and one small matrix of each format."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def _backend_by_form(
 
 
 def _backend_of(form: str, matrix: Matrix, source: WeightSource, backends: BackendList) -> str:
-    role, width_in, width_out, bias = matrix
+    role, in_features, out_features, bias = matrix
     weight = source.weight(
         "embed" if form == TIED_FORM else role,
-        width_in,
-        width_out,
+        in_features,
+        out_features,
         bias=bias,
         dtype=backends.dtype,
         device=backends.device,

@@ -1,4 +1,4 @@
-"""`MMEmbedding`: vectors with token ids of their own. It is immutable, because caches know it by its ids."""
+"""`MMEmbedding`: vectors with token ids of their own; immutable, since cached pages are found by its ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _HasHiddenSize(Protocol):
 
 
 class EmbeddingModel(Protocol):
-    """A model as far as an embedding needs it."""
+    """What an embedding needs of its model."""
 
     @property
     def config(self) -> _HasHiddenSize:
@@ -30,14 +30,14 @@ class EmbeddingModel(Protocol):
 
 
 class _IdAllocator:
-    """Allocates ranges of ids, each id only once in this process."""
+    """Allocates ranges of ids; no id is allocated twice in this process."""
 
     def __init__(self, first: int) -> None:
         self._next = first
         self._lock = threading.Lock()
 
     def allocate(self, count: int) -> int:
-        """Reserve `count` consecutive ids; the first of them."""
+        """Reserve `count` consecutive ids; returns the first."""
         with self._lock:
             first, self._next = self._next, self._next + count
         return first
@@ -114,32 +114,32 @@ class MMEmbedding:
         return frames, rows // merge_size, columns // merge_size
 
 
-def _checked_vectors(given: object, width: int) -> Tensor:
-    if not isinstance(given, Tensor):
-        raise InputError(f"embeddings must be a tensor of (length, {width}), found {type(given).__name__}.")
-    if given.dim() == 3 and given.shape[0] == 1:
-        given = given[0]
-    if given.dim() != 2 or given.shape[1] != width or not len(given):
+def _checked_vectors(vectors: object, width: int) -> Tensor:
+    if not isinstance(vectors, Tensor):
+        raise InputError(f"embeddings must be a tensor of (length, {width}), found {type(vectors).__name__}.")
+    if vectors.dim() == 3 and vectors.shape[0] == 1:
+        vectors = vectors[0]
+    if vectors.dim() != 2 or vectors.shape[1] != width or not len(vectors):
         raise InputError(
             "Embedding dimension doesn't match model hidden dimension: expected shape (length, "
-            f"{width}), found {tuple(given.shape)}."
+            f"{width}), found {tuple(vectors.shape)}."
         )
-    if not given.is_floating_point():
-        raise InputError(f"embeddings must be floats, found {given.dtype}.")
-    if not bool(given.isfinite().all()):
+    if not vectors.is_floating_point():
+        raise InputError(f"embeddings must be floats, found {vectors.dtype}.")
+    if not bool(vectors.isfinite().all()):
         raise InputError("embeddings hold NaN or infinite numbers.")
-    return given.detach().clone()
+    return vectors.detach().clone()
 
 
-def _checked_grid(given: Sequence[int], count: int) -> tuple[int, int, int]:
-    found = given.tolist() if isinstance(given, Tensor) else given
-    items = found if isinstance(found, Iterable) else ()
+def _checked_grid(thw_grid: Sequence[int], count: int) -> tuple[int, int, int]:
+    sizes = thw_grid.tolist() if isinstance(thw_grid, Tensor) else thw_grid
+    items = sizes if isinstance(sizes, Iterable) else ()
     grid = tuple(size.item() if isinstance(size, Tensor) and not size.dim() else size for size in items)
     is_valid = len(grid) == 3 and all(isinstance(size, Integral) and size >= 1 for size in grid)
     if not is_valid or not _merge_size(grid, count):
         raise InputError(
-            f"thw_grid must be three sizes whose product, rows and columns perhaps merged, is {count} (the "
-            f"vectors without pre_tokens and post_tokens), found {found!r}."
+            f"thw_grid must be three sizes whose product, rows and columns possibly merged, is {count} (the "
+            f"vectors without pre_tokens and post_tokens), found {sizes!r}."
         )
     frames, rows, columns = grid
     return int(frames), int(rows), int(columns)

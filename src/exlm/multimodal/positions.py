@@ -28,22 +28,22 @@ class EmbeddingSpan(NamedTuple):
 
 
 def embedding_spans(ids: Sequence[int], embeddings: Sequence[MMEmbedding]) -> Iterator[EmbeddingSpan]:
-    """The runs of ids of embeddings, from left to right; InputError for an id of none of them."""
+    """The spans of embeddings in `ids`, in order; InputError for an id that none of the embeddings has."""
     index = 0
     while index < len(ids):
         if ids[index] < EMBEDDING_INDEX:
             index += 1
             continue
-        found = _embedding_of(ids[index], embeddings)
-        offset = ids[index] - found.first_index
+        embedding = _embedding_of(ids[index], embeddings)
+        offset = ids[index] - embedding.first_index
         stop = index + 1
         while (
             stop < len(ids)
-            and stop - index < found.length - offset
+            and stop - index < embedding.length - offset
             and ids[stop] == ids[index] + stop - index
         ):
             stop += 1
-        yield EmbeddingSpan(index, offset, stop - index, found)
+        yield EmbeddingSpan(index, offset, stop - index, embedding)
         index = stop
 
 

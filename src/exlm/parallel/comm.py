@@ -35,7 +35,7 @@ MAX_HEADER_BYTES = 1 << 24
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.int64, torch.int32, torch.bool, *FLOATS)}
 
-_GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
+_open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class GroupBroken(RuntimeError):
@@ -51,21 +51,21 @@ class Group:
         if not dist.is_available():
             raise Unsupported("This build of torch cannot work in several processes: install another one.")
         self.nccl = device.type == "cuda" and dist.is_nccl_available()
-        self._ranks: Any = self._translate_errors(lambda: self._open(store, local))
-        _GROUPS.add(self)
+        self._transport: Any = self._translate_errors(lambda: self._open(store, local))
+        _open_groups.add(self)
         self.sum(torch.zeros(1, device=device))  # waits for all ranks; the store is not needed afterwards
 
     def sum(self, x: Tensor) -> Tensor:
         """All-reduce: the sum over all ranks, the same bits on each, maybe in place; gloo adds in float32."""
         total = x.contiguous() if self.nccl else x.float().contiguous()
-        self._wait(lambda: self._ranks.allreduce([total]))
+        self._wait(lambda: self._transport.allreduce([total]))
         return total.to(x.dtype)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Write rank 0's tensor over that of every other rank."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._wait(lambda: self._ranks.broadcast([x], options))
+        self._wait(lambda: self._transport.broadcast([x], options))
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -73,26 +73,26 @@ class Group:
         options = dist.GatherOptions()
         options.rootRank = 0
         out = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        self._wait(lambda: self._ranks.gather([out] if out else [], [x.contiguous()], options))
+        self._wait(lambda: self._transport.gather([out] if out else [], [x.contiguous()], options))
         return out
 
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to one rank, which calls `receive`."""
-        self._wait(lambda: self._ranks.send([x.contiguous()], to, 0))
+        self._wait(lambda: self._transport.send([x.contiguous()], to, 0))
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Write what one rank sends over a tensor of the same shape."""
-        self._wait(lambda: self._ranks.recv([x], source, 0))
+        self._wait(lambda: self._transport.recv([x], source, 0))
         return x
 
     def abort(self) -> None:
         """Cancel collectives that will never finish, if the transport can."""
-        if self.nccl and hasattr(self._ranks, "abort"):
-            self._ranks.abort()
+        if self.nccl and hasattr(self._transport, "abort"):
+            self._transport.abort()
 
     def close(self) -> None:
         """Release the transport, whose threads end here: they must not outlive the interpreter."""
-        self._ranks = None
+        self._transport = None
 
     def _open(self, store: Store, local: bool) -> Any:
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
@@ -109,7 +109,7 @@ class Group:
 
     def leak(self) -> None:
         """Never free the transport: a fork has none of its threads, and freeing it would wait for them."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._ranks))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._transport))
 
     def _wait(self, begin: Callable[[], dist.Work]) -> None:
         self._translate_errors(lambda: begin().wait())
@@ -124,7 +124,7 @@ class Group:
 
 def _after_fork() -> None:
     """In a forked child: keep the parent's transports alive."""
-    for group in _GROUPS:
+    for group in _open_groups:
         group.leak()
 
 
@@ -158,7 +158,7 @@ class Channel:
         }
         header = json.dumps([message.action, dict(message.values), layouts]).encode()
         self.connection.sendall(
-            b"".join([struct.pack("<Q", len(header)), header, *map(_raw, tensors.values())])
+            b"".join([struct.pack("<Q", len(header)), header, *map(_tensor_bytes, tensors.values())])
         )
 
     def receive(self) -> Message:
@@ -173,7 +173,7 @@ class Channel:
         action, values, layouts = json.loads(header)
         tensors = {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in layouts.items()}
         for tensor in tensors.values():
-            self._fill(_raw(tensor))
+            self._fill(_tensor_bytes(tensor))
         return Message(action, values, tensors)
 
     def close(self) -> None:
@@ -181,6 +181,7 @@ class Channel:
         self.connection.close()
 
     def _fill(self, view: memoryview) -> None:
+        """Receive exactly as many bytes as the view has."""
         while view:
             received = self.connection.recv_into(view)
             if received == 0:
@@ -188,6 +189,6 @@ class Channel:
             view = view[received:]
 
 
-def _raw(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, in place."""
+def _tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's memory as bytes."""
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -20,8 +20,8 @@ from .comm import Group
 from .shard import aligned_ranges, is_first_kv_replica
 
 
-class ModuleTree(Protocol):
-    """A decoder, as far as `combine_ranks` needs it."""
+class ReplaceableModules(Protocol):
+    """What `combine_ranks` needs of a decoder."""
 
     def replace(self, role: str, change: Callable[[Any], Any]) -> None:
         """Replace a role's module by `change(module)`."""
@@ -29,7 +29,7 @@ class ModuleTree(Protocol):
 
 
 class RankCombiner:
-    """A module that combines all ranks' outputs, around this rank's own (`inner`)."""
+    """Marks a module that combines the ranks' outputs; `inner` is this rank's own module."""
 
     inner: Any
 
@@ -82,22 +82,22 @@ class ShardedQKNorm:
     """
 
     def __init__(
-        self, group: Group, attn: spec.Attention, eps: float, counted: bool, inner: QKNormFn
+        self, group: Group, attn: spec.Attention, eps: float, counts_keys: bool, inner: QKNormFn
     ) -> None:
-        """`attn` is the whole model's; `counted`: whether this rank's keys are counted."""
-        self.group, self.eps, self.counted, self.inner = group, eps, counted, inner
+        """`attn` is the whole model's; `counts_keys`: whether this rank's keys are counts_keys."""
+        self.group, self.eps, self.counts_keys, self.inner = group, eps, counts_keys, inner
         self.widths = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, tokens, heads, head_dim) each."""
         squares = [part.float().square().sum((-2, -1)) for part in (q, k)]  # (rows, tokens) each
-        totals = self.group.sum(torch.stack((squares[0], squares[1] * self.counted)))
+        totals = self.group.sum(torch.stack((squares[0], squares[1] * self.counts_keys)))
         parts = zip(self.inner(q, k), squares, totals, self.widths, strict=True)
         q, k = (self._rescaled(*each) for each in parts)
         return q, k
 
     def _rescaled(self, x: Tensor, own: Tensor, total: Tensor, width: int) -> Tensor:
-        """Correct the norm from this rank's sum of squares to that of all ranks."""
+        """x divided by the root mean square of all ranks' heads, not of this rank's."""
         own_mean = own / (x.shape[-2] * x.shape[-1]) + self.eps
         factor = (own_mean / (total / width + self.eps)).sqrt()
         return (x * factor[..., None, None]).to(x.dtype)
@@ -119,7 +119,7 @@ class ReceivedEmbedding(Embedding):
     """The embedding on other ranks: receives rank 0's output."""
 
     def __init__(self, group: Group, hidden: int, dtype: torch.dtype) -> None:
-        super().__init__(_absent, 0, None, 1.0, dtype)
+        super().__init__(_no_table, 0, None, 1.0, dtype)
         self.group, self.hidden = group, hidden
 
     def forward(self, batch: Batch) -> Tensor:
@@ -129,21 +129,21 @@ class ReceivedEmbedding(Embedding):
         )
 
 
-def combine_ranks(net: ModuleTree, model: spec.Model, group: Group) -> None:
+def combine_ranks(decoder: ReplaceableModules, model: spec.Model, group: Group) -> None:
     """Wrap each module whose output is spread over ranks; `model` describes the whole model."""
     for i, layer in enumerate(model.layers):
-        net.replace(f"layers.{i}.attn.o", partial(RowParallelLinear, group))
+        decoder.replace(f"layers.{i}.attn.o", partial(RowParallelLinear, group))
         if (qk := layer.attn.qk_norm) is not None and qk.scope == "all":
-            counted = is_first_kv_replica(layer.attn, group.rank, group.size)
-            shared = partial(ShardedQKNorm, group, layer.attn, qk.norm.eps, counted)
-            net.replace(f"layers.{i}.attn.norm", shared)
+            counts_keys = is_first_kv_replica(layer.attn, group.rank, group.size)
+            sharded_norm = partial(ShardedQKNorm, group, layer.attn, qk.norm.eps, counts_keys)
+            decoder.replace(f"layers.{i}.attn.norm", sharded_norm)
         if isinstance(layer.mlp, spec.Moe):
-            net.replace(f"layers.{i}.mlp.experts", partial(RowParallelExperts, group))
+            decoder.replace(f"layers.{i}.mlp.experts", partial(RowParallelExperts, group))
         else:
-            net.replace(f"layers.{i}.mlp.down", partial(RowParallelLinear, group))
+            decoder.replace(f"layers.{i}.mlp.down", partial(RowParallelLinear, group))
     sizes = [stop - start for start, stop in aligned_ranges(model.vocab, group.size)]
-    net.replace("head", partial(GatheredHead, group, sizes))
+    decoder.replace("head", partial(GatheredHead, group, sizes))
 
 
-def _absent(ids: Tensor) -> Tensor:
+def _no_table(ids: Tensor) -> Tensor:
     raise AssertionError("only rank 0 has the embedding")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import spec
 from ..checkpoint import WeightSource
-from ..checkpoint.source import WeightSourceWrapper
+from ..checkpoint.source import WeightFiles
 from ..checkpoint.tensor_index import Shape
 from ..errors import Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
@@ -35,7 +35,7 @@ _ROLE = re.compile(
 
 
 class MatrixSlice(NamedTuple):
-    """A part of a matrix: inputs (dim 0) or outputs (dim 1), from one to another."""
+    """A range of a matrix's inputs (dim 0) or outputs (dim 1)."""
 
     dim: int
     start: int
@@ -43,22 +43,21 @@ class MatrixSlice(NamedTuple):
 
 
 class RankHeads(NamedTuple):
-    """A rank's heads."""
+    """The ranges of query and kv heads that a rank has."""
 
     q: Range
     kv: Range
 
 
 def aligned_ranges(length: int, size: int) -> list[Range]:
-    """A length in as many parts of whole units as there are ranks, the first ones larger."""
+    """`length` cut at aligned places into one range for each rank; the last takes what is not aligned."""
     unit = next(unit for unit in ALIGNMENTS if length // unit >= size or unit == 1)
-    whole = length // unit
-    starts = [min(length, unit * (whole // size * r + min(r, whole % size))) for r in range(size)]
+    starts = [unit * start for start, _ in split_evenly(length // unit, size)]
     return list(zip(starts, [*starts[1:], length], strict=True))
 
 
 def split_evenly(count: int, parts: int) -> list[Range]:
-    """A count in parts, the first ones larger by one where it does not divide."""
+    """`count` in consecutive ranges, the first ones longer by one where it does not divide."""
     starts = [count // parts * p + min(p, count % parts) for p in range(parts)]
     return list(zip(starts, [*starts[1:], count], strict=True))
 
@@ -69,9 +68,9 @@ def heads_of_rank(attn: spec.Attention, rank: int, size: int) -> RankHeads:
     if size <= attn.kv_heads:
         start, stop = split_evenly(attn.kv_heads, size)[rank]
         return RankHeads((start * group, stop * group), (start, stop))
-    sharing = split_evenly(size, attn.kv_heads)  # the ranks of each kv head
-    kv = next(i for i, (first, last) in enumerate(sharing) if first <= rank < last)
-    first, last = sharing[kv]
+    replicas = split_evenly(size, attn.kv_heads)  # the ranks of each kv head
+    kv = next(i for i, (first, last) in enumerate(replicas) if first <= rank < last)
+    first, last = replicas[kv]
     start, stop = split_evenly(group, last - first)[rank - first]
     return RankHeads((kv * group + start, kv * group + stop), (kv, kv + 1))
 
@@ -82,7 +81,7 @@ def is_first_kv_replica(attn: spec.Attention, rank: int, size: int) -> bool:
 
 
 def shard(model: spec.Model, rank: int, size: int) -> spec.Model:
-    """The description of a rank's shard: fewer heads and narrower MLPs, the rest unchanged."""
+    """The spec of a rank's shard: fewer heads and narrower MLPs, the rest unchanged."""
 
     def narrow(layer: spec.Layer) -> spec.Layer:
         q, kv = heads_of_rank(layer.attn, rank, size)
@@ -97,7 +96,7 @@ def shard(model: spec.Model, rank: int, size: int) -> spec.Model:
 
 
 def slice_of_rank(model: spec.Model, role: str, rank: int, size: int) -> MatrixSlice | None:
-    """A rank's part of a tensor; None if it is replicated. Slices of head norms count heads."""
+    """A rank's slice of a tensor; None if it is replicated. Slices of head norms count heads."""
     if role == "head":
         return MatrixSlice(1, *aligned_ranges(model.vocab, size)[rank])
     found = _ROLE.fullmatch(role)
@@ -130,17 +129,88 @@ def check_shardable(model: spec.Model, size: int) -> None:
             )
 
 
-class ShardedSource(WeightSourceWrapper):
-    """A source that gives one rank's parts of all matrices.
+class RankSource:
+    """Base of one rank's weight sources: reads `inner`, the whole model's, by the role's name there."""
 
-    It has a head of its own even if the model ties it to the embedding: the head is cut, the embedding is
-    not.
+    def __init__(self, inner: WeightSource) -> None:
+        self.inner = inner
+
+    @property
+    def files(self) -> WeightFiles:
+        """The model's files."""
+        return self.inner.files
+
+    def has(self, role: str) -> bool:
+        """Whether the files hold this role."""
+        return self.inner.has(self.model_role(role))
+
+    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
+        """The stored form and bytes."""
+        return self.inner.describe(self.model_role(role), fallback)
+
+    def unused(self) -> list[str]:
+        """Stored names that were not asked for so far."""
+        return self.inner.unused()
+
+    def tensor(
+        self,
+        role: str,
+        shape: Shape | tuple[Shape, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        suffix: str = "weight",
+        finite: bool = False,
+    ) -> Tensor:
+        """A float tensor that is no matrix to multiply with."""
+        role = self.model_role(role)
+        return self.inner.tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
+
+    def weight(
+        self,
+        role: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        fallback: str | None = None,
+    ) -> Weight:
+        """A matrix to multiply with."""
+        role, sizes = self.model_role(role), (in_features, out_features)
+        return self.inner.weight(role, *sizes, bias=bias, dtype=dtype, device=device, fallback=fallback)
+
+    def model_role(self, role: str) -> str:
+        """The role's name in the whole model."""
+        return role
+
+
+class LayerRangeSource(RankSource):
+    """The layers of one pipeline stage: its layer 0 is layer `first` of the model."""
+
+    def __init__(self, inner: WeightSource, first: int) -> None:
+        super().__init__(inner)
+        self.first = first
+
+    def model_role(self, role: str) -> str:
+        """The role's name in the whole model."""
+        match role.split(".", 2):
+            case ["layers", layer, rest]:
+                return f"layers.{int(layer) + self.first}.{rest}"
+        return role
+
+
+class ShardedSource(RankSource):
+    """One tensor-parallel rank's slices of all matrices.
+
+    It has a head even if the model ties the head to the embedding: the head is cut, the embedding is not.
     """
 
     def __init__(self, inner: WeightSource, model: spec.Model, rank: int, size: int) -> None:
         super().__init__(inner)
         self.model, self.rank, self.size = model, rank, size
-        self._whole = {matrix.role: matrix for matrix in matrices(model)}
+        self._matrices = {matrix.role: matrix for matrix in matrices(model)}
 
     def has(self, role: str) -> bool:
         """Whether the files hold this role; the head is always there."""
@@ -157,8 +227,8 @@ class ShardedSource(WeightSourceWrapper):
         finite: bool = False,
     ) -> Tensor:
         """A float tensor; a q or k norm with a scale for each head is cut to this rank's heads."""
-        cut = slice_of_rank(self.model, role, self.rank, self.size)
-        if cut is None:
+        part = slice_of_rank(self.model, role, self.rank, self.size)
+        if part is None:
             return super().tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
         attn = self.model.layers[int(role.split(".")[1])].attn
         heads, d = attn.heads if role.endswith("q_norm") else attn.kv_heads, attn.head_dim
@@ -167,7 +237,7 @@ class ShardedSource(WeightSourceWrapper):
         whole = self.inner.tensor(role, shapes, dtype=dtype, device=device, suffix=suffix, finite=finite)
         if whole.dim() == 1 and not wide:
             return whole
-        shard = whole.view(heads, d)[cut.start : cut.stop].clone()
+        shard = whole.view(heads, d)[part.start : part.stop].clone()
         return shard.flatten() if wide else shard
 
     def weight(
@@ -181,84 +251,25 @@ class ShardedSource(WeightSourceWrapper):
         device: torch.device,
         fallback: str | None = None,
     ) -> Weight:
-        """This rank's part of a matrix."""
-        cut = slice_of_rank(self.model, role, self.rank, self.size)
-        if cut is None:
+        """This rank's slice of a matrix."""
+        part = slice_of_rank(self.model, role, self.rank, self.size)
+        if part is None:
             return super().weight(
                 role, in_features, out_features, bias=bias, dtype=dtype, device=device, fallback=fallback
             )
-        _, wide, high, bias = self._whole[role]
+        _, wide, high, bias = self._matrices[role]
         tied = "embed" if role == "head" and self.model.head.tied else fallback
         whole = self.inner.weight(role, wide, high, bias=bias, dtype=dtype, device=device, fallback=tied)
-        return slice_weight(whole, cut, keep_bias=self.rank == 0)
+        return slice_weight(whole, part, keep_bias=self.rank == 0)
 
 
-def slice_weight(weight: Weight, cut: MatrixSlice, *, keep_bias: bool) -> Weight:
-    """A copy of a part of a matrix; a row-parallel matrix keeps its bias on one rank only."""
-    (piece,) = weight.split(cut.dim, [(cut.start, cut.stop)])
-    drop_bias = cut.dim == 0 and not keep_bias
+def slice_weight(weight: Weight, part: MatrixSlice, *, keep_bias: bool) -> Weight:
+    """A copy of a slice of a matrix; a row-parallel matrix keeps its bias on one rank only."""
+    (piece,) = weight.split(part.dim, [(part.start, part.stop)])
+    drop_bias = part.dim == 0 and not keep_bias
     if isinstance(piece, DenseWeight):
         bias = None if drop_bias or piece.bias is None else piece.bias.clone()
         return DenseWeight(piece.data.clone(memory_format=torch.contiguous_format), bias)
     if isinstance(piece, PackedWeight) and drop_bias:
         return replace(piece, bias=None)
     return piece
-
-
-class LayerRangeSource(WeightSourceWrapper):
-    """A source that counts layers from `first` on."""
-
-    def __init__(self, inner: WeightSource, first: int) -> None:
-        super().__init__(inner)
-        self.first = first
-
-    def has(self, role: str) -> bool:
-        """Whether the files hold this role."""
-        return super().has(self._whole(role))
-
-    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
-        """The stored form."""
-        return super().describe(self._whole(role), fallback)
-
-    def tensor(
-        self,
-        role: str,
-        shape: Shape | tuple[Shape, ...],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        suffix: str = "weight",
-        finite: bool = False,
-    ) -> Tensor:
-        """A float tensor that is no matrix to multiply with."""
-        whole = self._whole(role)
-        return super().tensor(whole, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
-
-    def weight(
-        self,
-        role: str,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype | None,
-        device: torch.device,
-        fallback: str | None = None,
-    ) -> Weight:
-        """A matrix to multiply with."""
-        return super().weight(
-            self._whole(role),
-            in_features,
-            out_features,
-            bias=bias,
-            dtype=dtype,
-            device=device,
-            fallback=fallback,
-        )
-
-    def _whole(self, role: str) -> str:
-        """The role's name in the whole model."""
-        match role.split(".", 2):
-            case ["layers", layer, rest]:
-                return f"layers.{int(layer) + self.first}.{rest}"
-        return role
