@@ -228,22 +228,22 @@ def test_clone_is_deep_and_of_the_same_kind(kind: type[CacheBase]) -> None:
     cache = kind(OWNER, batch_size=2)
     cache.current_seq_len = 17
     fill(cache)
-    twin = cache.clone()
-    assert type(twin) is kind
-    assert (twin.current_seq_len, twin.batch_size, twin.max_seq_len) == (17, 2, 300)
-    for a, b in zip(cache.all_tensors(), twin.all_tensors(), strict=True):
+    clone = cache.clone()
+    assert type(clone) is kind
+    assert (clone.current_seq_len, clone.batch_size, clone.max_seq_len) == (17, 2, 300)
+    for a, b in zip(cache.all_tensors(), clone.all_tensors(), strict=True):
         assert torch.equal(a, b)
         a.zero_()
         assert b.any()
     cache.reset()
-    assert (cache.current_seq_len, twin.current_seq_len) == (0, 17)
+    assert (cache.current_seq_len, clone.current_seq_len) == (0, 17)
 
 
 def test_a_clone_of_a_lazy_cache_is_lazy() -> None:
     cache = CacheQ6(OWNER, lazy=True)
-    twin = cache.clone()
-    assert not twin.allocated
-    twin.allocate()
+    clone = cache.clone()
+    assert not clone.allocated
+    clone.allocate()
     assert not cache.allocated
 
 

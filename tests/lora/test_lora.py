@@ -163,17 +163,18 @@ def test_a_row_does_not_depend_on_its_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("write", "make"), [(exl2.write, random_exl2), (gptq.write, random_gptq)])
 def test_quantised_matrices(write: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXLM_CPU", "0")  # the twin has the weights that formats define, rounded to float16
+    # The merged model has the weights that formats define, rounded to float16.
+    monkeypatch.setenv("EXLM_CPU", "0")
     folder = tiny.make(tmp_path / "model", hidden_size=64, intermediate_size=128)
     shapes = peft.matrix_shapes(folder)
     replace_matrices(folder, tmp_path / "dense", write, make, r"_proj|lm_head")
     adapter = peft.write_adapter(tmp_path / "a", shapes, embedding=("model.embed_tokens", 64, 64))
     model = load(folder)
     lora = Lora.from_directory(model, adapter.folder)
-    twin = load(peft.merge_into_model(tmp_path / "dense", tmp_path / "merged", (adapter, 1.0)))
+    merged = load(peft.merge_into_model(tmp_path / "dense", tmp_path / "merged", (adapter, 1.0)))
     ids = torch.randint(3, 60, (2, 40))
-    assert max_error(model.forward(ids, loras=lora), twin.forward(ids)) < 1e-5
-    assert max_error(model.forward(ids), twin.forward(ids)) > 1e-2
+    assert max_error(model.forward(ids, loras=lora), merged.forward(ids)) < 1e-5
+    assert max_error(model.forward(ids), merged.forward(ids)) > 1e-2
 
 
 def test_adapters_can_be_loaded_and_unloaded(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from exlm import Config, ExlmError, Model, Tokenizer
 
-SECONDS = 60
+TIMEOUT = 60
 
 
 def model(path: str) -> None:
@@ -33,43 +33,43 @@ def tokenizer(path: str) -> None:
     assert read.decode(read.encode("Hello, world!")[0]) == "Hello, world!"
 
 
-KINDS = {"model": model, "tokenizer": tokenizer}
+LOADERS = {"model": model, "tokenizer": tokenizer}
 
 
-def child(kind: str, path: str, room: int) -> None:
-    """Run it with that many bytes of address space, and write the outcome."""
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + room, resource.RLIM_INFINITY))
+def run_limited(kind: str, path: str, extra: int) -> None:
+    """Run it with that many more bytes of address space, and write the outcome."""
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + extra, resource.RLIM_INFINITY))
     try:
-        KINDS[kind](path)
-        words = "ok"
+        LOADERS[kind](path)
+        outcome = "ok"
     except ExlmError as error:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        words = f"{type(error).__name__}: {error}"
+        outcome = f"{type(error).__name__}: {error}"
     except BaseException as error:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        words = f"UNTYPED {type(error).__name__}: {error}".replace("\n", " ")
-    os.write(1, f"{room >> 20} {words}\n".encode())
+        outcome = f"UNTYPED {type(error).__name__}: {error}".replace("\n", " ")
+    os.write(1, f"{extra >> 20} {outcome}\n".encode())
 
 
-def tried(kind: str, path: str, room: int) -> None:
+def run_in_fork(kind: str, path: str, extra: int) -> None:
     """Run it in a fork, with a time limit."""
-    number = os.fork()
-    if not number:
-        child(kind, path, room)
+    pid = os.fork()
+    if not pid:
+        run_limited(kind, path, extra)
         os._exit(0)
-    end = time.monotonic() + SECONDS
-    while not (status := os.waitpid(number, os.WNOHANG))[0]:
+    end = time.monotonic() + TIMEOUT
+    while not (status := os.waitpid(pid, os.WNOHANG))[0]:
         if time.monotonic() > end:
-            os.kill(number, signal.SIGKILL)
-            os.waitpid(number, 0)
-            os.write(1, f"{room >> 20} HUNG\n".encode())
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.write(1, f"{extra >> 20} HUNG\n".encode())
             return
         time.sleep(0.005)
     if status[1]:
-        os.write(1, f"{room >> 20} DIED with status {status[1]}\n".encode())
+        os.write(1, f"{extra >> 20} DIED with status {status[1]}\n".encode())
 
 
 if __name__ == "__main__":
     for megabytes in sys.argv[3:]:
-        tried(sys.argv[1], sys.argv[2], int(megabytes) << 20)
+        run_in_fork(sys.argv[1], sys.argv[2], int(megabytes) << 20)

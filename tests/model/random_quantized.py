@@ -35,18 +35,18 @@ def random_exl2(inputs: int, outputs: int) -> PackedWeight:
     return PackedWeight("exl2", inputs, outputs, tuple(segments), torch.float16, order)
 
 
-def replace_matrices(folder: Path, twin: Path | None, write: Any, make: Any, pattern: str) -> None:
-    """Quantise all matrices whose names match; the twin folder, if any, gets the same numbers as floats."""
+def replace_matrices(folder: Path, dense_folder: Path | None, write: Any, make: Any, pattern: str) -> None:
+    """Quantise all matrices whose names match; `dense_folder`, if given, gets the same model as floats."""
     tensors = load_file(folder / "model.safetensors")
     dense = dict(tensors)
     for name in [n for n in tensors if re.search(pattern, n)]:
         key = name.removesuffix(".weight")
         weight = make(tensors[name].shape[1], tensors[name].shape[0])
-        dense[name] = weight.dequantize().T.contiguous().float() if twin else tensors[name]
+        dense[name] = weight.dequantize().T.contiguous().float() if dense_folder else tensors[name]
         del tensors[name]
         tensors |= {f"{key}.{suffix}": tensor.contiguous() for suffix, tensor in write(weight).items()}
     save_file(tensors, folder / "model.safetensors")
-    if twin:
-        twin.mkdir()
-        (twin / "config.json").write_text((folder / "config.json").read_text())
-        save_file(dense, twin / "model.safetensors")
+    if dense_folder:
+        dense_folder.mkdir()
+        (dense_folder / "config.json").write_text((folder / "config.json").read_text())
+        save_file(dense, dense_folder / "model.safetensors")

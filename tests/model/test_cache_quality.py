@@ -43,9 +43,9 @@ def ids(fixtures_dir: Path) -> Tensor:
     return next(iter(held_out.values())).flatten()[: 2 * ROW].view(2, ROW).long()
 
 
-def run(model: Model, cache: CacheBase, ids: Tensor, cuts: list[int]) -> Tensor:
-    """The logits of both rows, fed in pieces."""
-    return torch.cat([model.forward(part, cache) for part in ids.split(cuts, 1)], 1)
+def run(model: Model, cache: CacheBase, ids: Tensor, chunks: list[int]) -> Tensor:
+    """The logits of both rows, computed in chunks."""
+    return torch.cat([model.forward(part, cache) for part in ids.split(chunks, 1)], 1)
 
 
 @pytest.mark.parametrize(
@@ -68,23 +68,23 @@ def test_perplexity_token_by_token(
 ) -> None:
     cache = kind(model, batch_size=2, max_seq_len=ROW, **options)
     logits = run(model, cache, ids[:, :-1], [1] * (ROW - 1))
-    shares = logits.log_softmax(-1).gather(2, ids[:, 1:, None])
-    perplexity = math.exp(-float(shares.mean()))
+    log_probs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])
+    perplexity = math.exp(-float(log_probs.mean()))
     assert 25.80 < perplexity <= limit
     reference = load_file(fixtures_dir / "reference" / "cache_4.0bpw.safetensors")
     assert perplexity < float(reference[f"ppl_{name}"]) + 0.001
     # The reference quantises neighbours again and again, so with few bits it drifts from an exact cache.
-    want, near = reference[name], {"fp16": 2e-3, "q8": 4e-3, "q6": 0.03, "q4": 0.05}[name]
-    assert float((logits[:, -1, :2048] - want).norm() / want.norm()) < near
+    want, tolerance = reference[name], {"fp16": 2e-3, "q8": 4e-3, "q6": 0.03, "q4": 0.05}[name]
+    assert float((logits[:, -1, :2048] - want).norm() / want.norm()) < tolerance
 
 
 def test_more_bits_are_more_exact(model: Model, ids: Tensor) -> None:
     """The 8-bit cache without scales is far coarser than the one with."""
-    part, cuts = ids[:, :216], [200, *[1] * 16]
-    exact = run(model, Cache(model, 2, 216), part, cuts)[:, 200:]
+    part, chunks = ids[:, :216], [200, *[1] * 16]
+    exact = run(model, Cache(model, 2, 216), part, chunks)[:, 200:]
     error = {}
     for kind in (CacheFP8, CacheQ8, CacheQ6, CacheQ4):
-        logits = run(model, kind(model, 2, 216), part, cuts)[:, 200:]
+        logits = run(model, kind(model, 2, 216), part, chunks)[:, 200:]
         error[kind] = float((logits - exact).norm() / exact.norm())
     assert 0 < error[CacheQ8] < 0.006
     assert 2 * error[CacheQ8] < error[CacheQ6] < error[CacheQ4] < 0.06
@@ -100,10 +100,10 @@ def test_one_call_sees_its_own_tokens_exactly(model: Model, ids: Tensor, kind: t
 def test_a_clone_goes_on_as_the_original(model: Model, ids: Tensor, kind: type[CacheBase]) -> None:
     cache = kind(model, 2, ROW)
     model.forward(ids[:, :300], cache, preprocess_only=True)
-    twin, wider = cache.clone(), kind(model, 3, 2 * ROW)
+    clone, wider = cache.clone(), kind(model, 3, 2 * ROW)
     cache.copy_states(wider, 0, 300, 0, 300, 1, 1, 0, 3)
     wider.current_seq_len = 300
     want = model.forward(ids[:, 300:310], cache)
-    assert torch.equal(model.forward(ids[:, 300:310], twin), want)
+    assert torch.equal(model.forward(ids[:, 300:310], clone), want)
     got = model.forward(ids[1:, 300:310].expand(3, -1), wider)
     assert torch.allclose(got, want[1:].expand(3, -1, -1), atol=1e-4)

@@ -37,31 +37,31 @@ def test_large_batches_have_no_bucket() -> None:
 
 def test_bucket_rows_equal_the_inputs() -> None:
     """Inputs from lists or a tensor, again and again; padding repeats the last row."""
-    dice = Random(3)
-    seen: list[Batch] = []
+    rng = Random(3)
+    batches: list[Batch] = []
 
     def forward(batch: Batch) -> torch.Tensor:
-        seen.append(batch)
+        batches.append(batch)
         return batch.ids[..., None].float()
 
     graphs = CudaGraphRunner(forward, torch.device("cpu"))
     for _ in range(60):
-        rows, tokens = dice.randint(1, 9), dice.choice((1, 1, 3))
-        past = [dice.randrange(3 * PAGE_SIZE) for _ in range(rows)]
+        rows, tokens = rng.randint(1, 9), rng.choice((1, 1, 3))
+        past = [rng.randrange(3 * PAGE_SIZE) for _ in range(rows)]
         pages = [
-            [dice.randrange(99) for _ in range(before // PAGE_SIZE + dice.randint(2, 4))] for before in past
+            [rng.randrange(99) for _ in range(past_len // PAGE_SIZE + rng.randint(2, 4))] for past_len in past
         ]
-        fed = [[dice.randrange(50) for _ in range(tokens)] for _ in range(rows)]
-        ahead = tokens == 1 and dice.random() < 0.6
-        logits = graphs.decode(torch.tensor(fed).flatten() if ahead else fed, past, pages)
-        batch = seen[-1]
+        new_ids = [[rng.randrange(50) for _ in range(tokens)] for _ in range(rows)]
+        on_device = tokens == 1 and rng.random() < 0.6
+        logits = graphs.decode(torch.tensor(new_ids).flatten() if on_device else new_ids, past, pages)
+        batch = batches[-1]
         assert logits is not None
-        assert logits[..., 0].tolist() == fed
-        assert batch.ids[:rows].tolist() == fed
+        assert logits[..., 0].tolist() == new_ids
+        assert batch.ids[:rows].tolist() == new_ids
         assert batch.past_lens.tolist()[:rows] == past
-        for row, own in enumerate(pages):
+        for row, row_pages in enumerate(pages):
             used = (past[row] + tokens - 1) // PAGE_SIZE + 1
-            assert batch.pages[row, :used].tolist() == own[:used]
+            assert batch.pages[row, :used].tolist() == row_pages[:used]
         for part in (batch.ids, batch.past_lens, batch.positions, batch.pages):
             assert part[rows:].tolist() == [part[rows - 1].tolist()] * (len(part) - rows)
 
@@ -134,8 +134,8 @@ def test_replay_equals_launch(
 def test_drafts_change_almost_nothing(fixtures_dir: Path, name: str, cache: type[CacheBase]) -> None:
     """Several tokens at once add in another order than one by one: float16 may break a near tie otherwise."""
     alone = complete_prompts(fixtures_dir / name, "cuda", cache, batched=False)
-    guessed = complete_prompts(fixtures_dir / name, "cuda", cache, batched=False, draft=True)
-    for one, other in zip(alone, guessed, strict=True):
+    drafted = complete_prompts(fixtures_dir / name, "cuda", cache, batched=False, draft=True)
+    for one, other in zip(alone, drafted, strict=True):
         same = next(
             (i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one)
         )
@@ -145,11 +145,11 @@ def test_drafts_change_almost_nothing(fixtures_dir: Path, name: str, cache: type
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_gpu_and_cpu_agree(fixtures_dir: Path, name: str) -> None:
-    there = complete_prompts(fixtures_dir / name, "cuda", Cache, batched=True)
-    here = complete_prompts(fixtures_dir / name, "cpu", Cache, batched=True)
-    agreed = sum(one == other for one, other in zip(there, here, strict=True))
-    assert agreed >= len(PROMPTS) - 1, list(
-        zip(there, here, strict=True)
+    on_gpu = complete_prompts(fixtures_dir / name, "cuda", Cache, batched=True)
+    on_cpu = complete_prompts(fixtures_dir / name, "cpu", Cache, batched=True)
+    num_equal = sum(one == other for one, other in zip(on_gpu, on_cpu, strict=True))
+    assert num_equal >= len(PROMPTS) - 1, list(
+        zip(on_gpu, on_cpu, strict=True)
     )  # float16 may break a near tie otherwise
     torch.cuda.synchronize()
 
@@ -157,47 +157,47 @@ def test_gpu_and_cpu_agree(fixtures_dir: Path, name: str) -> None:
 def collect_streams(results: list[Result], streams: dict[int, list[Any]]) -> None:
     for result in results:
         if result["stage"] == "streaming":
-            kept = [result.get(key) for key in ("text", "eos", "eos_reason", "full_completion")]
-            streams.setdefault(result["serial"], []).append(kept)
+            fields = [result.get(key) for key in ("text", "eos", "eos_reason", "full_completion")]
+            streams.setdefault(result["serial"], []).append(fields)
 
 
 def run_random_jobs(loaded: ModelWithTokenizer, seed: int) -> dict[int, list[Any]]:
     """Texts of jobs with different lengths, settings and stop conditions in a small cache."""
-    dice = Random(seed)
+    rng = Random(seed)
     generator = loaded.generator(tokens=2048, max_batch_size=4, max_chunk_size=256)
-    warm: dict[str, Any] = {"temperature": 1.1, "top_k": 40, "top_p": 0.9}
-    kinds: list[Callable[[], Settings]] = [
+    sampled: dict[str, Any] = {"temperature": 1.1, "top_k": 40, "top_p": 0.9}
+    settings_factories: list[Callable[[], Settings]] = [
         Settings.greedy,
         Settings.greedy,
-        lambda: Settings(**warm, token_repetition_penalty=1.1),
-        lambda: Settings(**warm, token_frequency_penalty=0.3, dry_multiplier=0.8),
+        lambda: Settings(**sampled, token_repetition_penalty=1.1),
+        lambda: Settings(**sampled, token_frequency_penalty=0.3, dry_multiplier=0.8),
         lambda: Settings(temperature=1.2, top_k=0, top_p=0.0, mirostat=True),
         lambda: Settings(temperature=3.0, top_k=0, top_p=0.99),
     ]
     jobs = [
         loaded.job(
-            dice.choice(PROMPTS) * dice.choice((1, 1, 8, 60)),
-            dice.choice((1, 2, 9, 30, 70)),
-            gen_settings=dice.choice(kinds)(),
-            seed=dice.randrange(1000),
-            stop_conditions=dice.choice((None, None, ["the"], [" w", "."], [loaded.tokenizer.eos_token_id])),
-            banned_strings=["he said"] if dice.random() < 0.1 else None,
-            return_probs=dice.random() < 0.1,
+            rng.choice(PROMPTS) * rng.choice((1, 1, 8, 60)),
+            rng.choice((1, 2, 9, 30, 70)),
+            gen_settings=rng.choice(settings_factories)(),
+            seed=rng.randrange(1000),
+            stop_conditions=rng.choice((None, None, ["the"], [" w", "."], [loaded.tokenizer.eos_token_id])),
+            banned_strings=["he said"] if rng.random() < 0.1 else None,
+            return_probs=rng.random() < 0.1,
         )
         for _ in range(16)
     ]
     out: dict[int, list[Any]] = {}
-    leaving = {dice.randrange(60): one for one in jobs[::5]}
+    cancelled_at = {rng.randrange(60): one for one in jobs[::5]}
     waiting = list(jobs)
     for step in range(10_000):
-        if waiting and dice.random() < 0.3:
+        if waiting and rng.random() < 0.3:
             generator.enqueue(waiting.pop())
-        if step in leaving:
-            generator.cancel(leaving[step])
+        if step in cancelled_at:
+            generator.cancel(cancelled_at[step])
         collect_streams(generator.iterate(), out)
         if not waiting and not generator.num_remaining_jobs():
             return out
-    raise AssertionError("it never ends")
+    raise AssertionError("the jobs do not end")
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -207,20 +207,22 @@ def test_async_scheduling_changes_nothing(
     """A CPU has no async scheduling; here it is forced, bucket by bucket, without a graph."""
     loaded = ModelWithTokenizer(fixtures_dir / MODELS[0], "cpu")
     plain = run_random_jobs(loaded, seed)
-    make, launched = loaded.model.runner, 0
+    make_runner, launched = loaded.model.runner, 0
 
     def runner(cache: CacheBase) -> Any:
-        made: Any = make(cache)
-        made.graphs = CudaGraphRunner(partial(all_logits, made.decoder, made.cache), made.device)
-        ahead = made.decode_next
+        new_runner: Any = make_runner(cache)
+        new_runner.graphs = CudaGraphRunner(
+            partial(all_logits, new_runner.decoder, new_runner.cache), new_runner.device
+        )
+        decode_next = new_runner.decode_next
 
         def counted(*arguments: Any) -> Any:
             nonlocal launched
             launched += 1
-            return ahead(*arguments)
+            return decode_next(*arguments)
 
-        made.decode_next = counted
-        return made
+        new_runner.decode_next = counted
+        return new_runner
 
     monkeypatch.setattr(loaded.model, "runner", runner)
     assert run_random_jobs(loaded, seed) == plain
@@ -245,27 +247,30 @@ def test_drafts_are_verified_in_few_batch_sizes(fixtures_dir: Path, monkeypatch:
     """Without drafts, steps are launched ahead; the text is the same."""
     loaded = ModelWithTokenizer(fixtures_dir / MODELS[0], "cpu")
     plain, _ = run_repetitive_jobs(loaded)
-    make = loaded.model.runner
+    make_runner = loaded.model.runner
 
     def runner(cache: CacheBase) -> Any:
-        made: Any = make(cache)
-        made.graphs = CudaGraphRunner(partial(all_logits, made.decoder, made.cache), made.device)
-        return made
+        new_runner: Any = make_runner(cache)
+        new_runner.graphs = CudaGraphRunner(
+            partial(all_logits, new_runner.decoder, new_runner.cache), new_runner.device
+        )
+        return new_runner
 
     monkeypatch.setattr(loaded.model, "runner", runner)
-    guessed, generator = run_repetitive_jobs(loaded, use_ngram_draft=True)
-    assert guessed == plain
-    made: Any = generator._engine.runner
-    assert {size.tokens for size in made.graphs._captured} <= {1, 2, 4, 8}
+    drafted, generator = run_repetitive_jobs(loaded, use_ngram_draft=True)
+    assert drafted == plain
+    engine_runner: Any = generator._engine.runner
+    assert {bucket.tokens for bucket in engine_runner.graphs._captured} <= {1, 2, 4, 8}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS[:2])
 def test_drafts_are_verified_by_replay(fixtures_dir: Path, name: str) -> None:
     _, generator = run_repetitive_jobs(ModelWithTokenizer(fixtures_dir / name, "cuda"), use_ngram_draft=True)
-    made: Any = generator._engine.runner
-    assert {size.tokens for size in made.graphs._captured} <= {1, 2, 4, 8}
-    assert any(one.graph is not None for size, one in made.graphs._captured.items() if size.tokens == 8)
+    runner: Any = generator._engine.runner
+    assert {bucket.tokens for bucket in runner.graphs._captured} <= {1, 2, 4, 8}
+    captured = runner.graphs._captured.items()
+    assert any(one.graph is not None for bucket, one in captured if bucket.tokens == 8)
 
 
 @pytest.mark.gpu
@@ -275,11 +280,15 @@ def test_async_scheduling_changes_nothing_on_a_gpu(
     fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
 ) -> None:
     """Dense weights use other kernels in other batches: float16 may break a near tie otherwise."""
-    ahead = run_random_jobs(ModelWithTokenizer(fixtures_dir / name, "cuda"), seed)
+    scheduled_ahead = run_random_jobs(ModelWithTokenizer(fixtures_dir / name, "cuda"), seed)
     monkeypatch.setenv("EXLLAMA_NO_GRAPHS", "1")
     plain = run_random_jobs(ModelWithTokenizer(fixtures_dir / name, "cuda"), seed)
-    assert ahead.keys() == plain.keys()
-    wrong = [(ahead[serial][-1], text[-1]) for serial, text in plain.items() if ahead[serial] != text]
+    assert scheduled_ahead.keys() == plain.keys()
+    wrong = [
+        (scheduled_ahead[serial][-1], text[-1])
+        for serial, text in plain.items()
+        if scheduled_ahead[serial] != text
+    ]
     assert len(wrong) <= (name == "tiny-lm"), wrong
 
 
@@ -291,13 +300,13 @@ def test_results_are_there_while_the_device_is_busy(fixtures_dir: Path, rows: in
     generator = loaded.generator(max_batch_size=8)
     cuda: Any = torch.cuda
     runner: Any = generator._engine.runner
-    ahead, decode, passes = runner.decode_next, runner.decode, []
+    decode_next, decode, passes = runner.decode_next, runner.decode, []
 
     def slow(*arguments: Any) -> Any:
         passes.append("ahead")
-        answer = ahead(*arguments)
+        logits = decode_next(*arguments)
         cuda._sleep(20_000_000)
-        return answer
+        return logits
 
     def counted(*arguments: Any) -> Any:
         passes.append("decode")

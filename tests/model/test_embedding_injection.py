@@ -86,13 +86,13 @@ def test_ids_without_an_embedding_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def parts(fixtures_dir: Path) -> tuple[Model, Tokenizer]:
+def model_and_tokenizer(fixtures_dir: Path) -> tuple[Model, Tokenizer]:
     model = load(fixtures_dir / "tiny-lm")
     return model, Tokenizer(model.config)
 
 
-def make_generator(parts: tuple[Model, Tokenizer], **options: Any) -> Generator:
-    model, tokenizer = parts
+def make_generator(model_and_tokenizer: tuple[Model, Tokenizer], **options: Any) -> Generator:
+    model, tokenizer = model_and_tokenizer
     return Generator(model, Cache(model, max_seq_len=2048), tokenizer, **options)
 
 
@@ -101,10 +101,10 @@ def greedy(generator: Generator, prompt: Any, new: int = 20, **options: Any) -> 
 
 
 def prompt_with_embedding(
-    parts: tuple[Model, Tokenizer], alias: str | None = None
+    model_and_tokenizer: tuple[Model, Tokenizer], alias: str | None = None
 ) -> tuple[str, Any, MMEmbedding]:
     """A prompt with a long embedding in its middle, the same as ids of tokens, and the embedding."""
-    model, tokenizer = parts
+    model, tokenizer = model_and_tokenizer
     middle = tokenizer.encode(TEXT)
     one = token_embeddings(model, middle, text_alias=alias)
     prompt = f"Once upon a time there was{one.text_alias}{END}"
@@ -124,13 +124,15 @@ def result_of(generator: Generator, job: Job) -> Any:
     return last
 
 
-def test_text_is_the_same_as_with_tokens_and_is_cached(parts: Any) -> None:
-    model, tokenizer = parts
-    prompt, plain, one = prompt_with_embedding(parts)
-    want = result_of(make_generator(parts), Job(plain, 20, gen_settings=Settings.greedy()))["full_completion"]
+def test_text_is_the_same_as_with_tokens_and_is_cached(model_and_tokenizer: Any) -> None:
+    model, tokenizer = model_and_tokenizer
+    prompt, plain, one = prompt_with_embedding(model_and_tokenizer)
+    want = result_of(make_generator(model_and_tokenizer), Job(plain, 20, gen_settings=Settings.greedy()))[
+        "full_completion"
+    ]
     assert want
     for chunk in (256, 1024):
-        generator = make_generator(parts, max_chunk_size=chunk)
+        generator = make_generator(model_and_tokenizer, max_chunk_size=chunk)
         text, last = greedy(generator, prompt, embeddings=[one], return_last_results=True)
         assert text == want
         assert last["cached_tokens"] == 0
@@ -139,8 +141,8 @@ def test_text_is_the_same_as_with_tokens_and_is_cached(parts: Any) -> None:
         assert again["full_completion"] == want
         assert again["cached_tokens"] > 256
         # Equal vectors in another object are another prompt; so is the same text in tokens.
-        twin = MMEmbedding(model, one.embeddings, one.text_alias)
-        text, last = greedy(generator, prompt, embeddings=[twin], return_last_results=True)
+        copy = MMEmbedding(model, one.embeddings, one.text_alias)
+        text, last = greedy(generator, prompt, embeddings=[copy], return_last_results=True)
         assert text == want
         assert last["cached_tokens"] < 10
         last = result_of(generator, Job(plain, 20, gen_settings=Settings.greedy()))
@@ -148,62 +150,72 @@ def test_text_is_the_same_as_with_tokens_and_is_cached(parts: Any) -> None:
         assert last["cached_tokens"] < 10
 
 
-def test_in_a_batch_with_others(parts: Any) -> None:
-    model, _ = parts
-    prompt, _, one = prompt_with_embedding(parts)
+def test_in_a_batch_with_others(model_and_tokenizer: Any) -> None:
+    model, _ = model_and_tokenizer
+    prompt, _, one = prompt_with_embedding(model_and_tokenizer)
     noise = MMEmbedding(model, torch.randn(40, model.config.hidden_size), "<noise>")
     alone = [
-        greedy(make_generator(parts), prompt, embeddings=[one]),
-        greedy(make_generator(parts), "The cat sat"),
-        greedy(make_generator(parts), "Look: <noise>!", embeddings=[noise]),
+        greedy(make_generator(model_and_tokenizer), prompt, embeddings=[one]),
+        greedy(make_generator(model_and_tokenizer), "The cat sat"),
+        greedy(make_generator(model_and_tokenizer), "Look: <noise>!", embeddings=[noise]),
     ]
     together = greedy(
-        make_generator(parts), [prompt, "The cat sat", "Look: <noise>!"], embeddings=[[one], None, [noise]]
+        make_generator(model_and_tokenizer),
+        [prompt, "The cat sat", "Look: <noise>!"],
+        embeddings=[[one], None, [noise]],
     )
     assert together == alone
 
 
-def test_bare_vectors_replace_the_marker(parts: Any) -> None:
-    _, plain, one = prompt_with_embedding(parts, "{{EMBED_HERE}}")
-    want = result_of(make_generator(parts), Job(plain, 20, gen_settings=Settings.greedy()))["full_completion"]
+def test_bare_vectors_replace_the_marker(model_and_tokenizer: Any) -> None:
+    _, plain, one = prompt_with_embedding(model_and_tokenizer, "{{EMBED_HERE}}")
+    want = result_of(make_generator(model_and_tokenizer), Job(plain, 20, gen_settings=Settings.greedy()))[
+        "full_completion"
+    ]
     prompt = "Once upon a time there was{{EMBED_HERE}}" + END
-    assert greedy(make_generator(parts), prompt, embeddings=one.embeddings) == want
-    assert greedy(make_generator(parts), [prompt], embeddings=[[one.embeddings]]) == [want]
+    assert greedy(make_generator(model_and_tokenizer), prompt, embeddings=one.embeddings) == want
+    assert greedy(make_generator(model_and_tokenizer), [prompt], embeddings=[[one.embeddings]]) == [want]
     for bad in ("no place", "{{EMBED_HERE}} {{EMBED_HERE}}"):
         with pytest.raises(InputError, match="exactly once"):
-            greedy(make_generator(parts), bad, embeddings=[one.embeddings])
+            greedy(make_generator(model_and_tokenizer), bad, embeddings=[one.embeddings])
     with pytest.raises(InputError, match="exactly once"):
-        greedy(make_generator(parts), prompt, embeddings=[one.embeddings] * 2)
+        greedy(make_generator(model_and_tokenizer), prompt, embeddings=[one.embeddings] * 2)
 
 
-def test_healing_guidance_penalties_and_drafts(parts: Any) -> None:
+def test_healing_guidance_penalties_and_drafts(model_and_tokenizer: Any) -> None:
     """Other features that read ids work with those of embeddings."""
-    model, _ = parts
-    prompt, _, one = prompt_with_embedding(parts)
-    want = greedy(make_generator(parts), prompt, embeddings=[one])
+    model, _ = model_and_tokenizer
+    prompt, _, one = prompt_with_embedding(model_and_tokenizer)
+    want = greedy(make_generator(model_and_tokenizer), prompt, embeddings=[one])
     for options in (
         {"use_ngram_draft": True},
         {"draft_model": model, "draft_cache": Cache(model, max_seq_len=2048)},
     ):
-        generator = make_generator(parts, **options)
+        generator = make_generator(model_and_tokenizer, **options)
         text, last = greedy(generator, prompt, embeddings=[one], return_last_results=True)
         assert text == want
         assert last.get("accepted_draft_tokens", 0) == 0
-        assert greedy(generator, "The cat sat on") == greedy(make_generator(parts), "The cat sat on")
+        assert greedy(generator, "The cat sat on") == greedy(
+            make_generator(model_and_tokenizer), "The cat sat on"
+        )
     ends = "Look at" + one.text_alias
-    assert greedy(make_generator(parts), ends, embeddings=[one], token_healing=True) == greedy(
-        make_generator(parts), ends, embeddings=[one]
+    assert greedy(make_generator(model_and_tokenizer), ends, embeddings=[one], token_healing=True) == greedy(
+        make_generator(model_and_tokenizer), ends, embeddings=[one]
     )
     settings = Settings(token_repetition_penalty=1.2, token_frequency_penalty=0.3, dry_multiplier=0.8)
-    assert make_generator(parts).generate(prompt, 10, gen_settings=settings, embeddings=[one], seed=1)
+    assert make_generator(model_and_tokenizer).generate(
+        prompt, 10, gen_settings=settings, embeddings=[one], seed=1
+    )
     guided = Settings.greedy(cfg_scale=1.5)
-    assert make_generator(parts).generate((prompt, "No"), 10, gen_settings=guided, embeddings=[one])
+    assert make_generator(model_and_tokenizer).generate(
+        (prompt, "No"), 10, gen_settings=guided, embeddings=[one]
+    )
 
 
-def test_jobs_refuse_ids_without_an_embedding(parts: Any) -> None:
-    model, tokenizer = parts
-    _, _, one = prompt_with_embedding(parts)
-    generator = make_generator(parts)
+def test_jobs_refuse_ids_without_an_embedding(model_and_tokenizer: Any) -> None:
+    model, tokenizer = model_and_tokenizer
+    _, _, one = prompt_with_embedding(model_and_tokenizer)
+    generator = make_generator(model_and_tokenizer)
     with pytest.raises(InputError, match=rf"Id {one.first_index} stands for an injected"):
         generator.enqueue(Job(one.get_ids_tensor(), 5))
     with pytest.raises(InputError, match="found Tensor: wrap"):
@@ -215,8 +227,8 @@ def test_jobs_refuse_ids_without_an_embedding(parts: Any) -> None:
     assert generator.num_remaining_jobs() == 0
 
 
-def test_detokenizing_skips_embedding_ids(parts: Any) -> None:
-    _, tokenizer = parts
-    prompt, _, one = prompt_with_embedding(parts)
+def test_detokenizing_skips_embedding_ids(model_and_tokenizer: Any) -> None:
+    _, tokenizer = model_and_tokenizer
+    prompt, _, one = prompt_with_embedding(model_and_tokenizer)
     ids = tokenizer.encode(prompt, embeddings=[one])
     assert tokenizer.decode(ids)[0] == prompt.replace(one.text_alias, "")

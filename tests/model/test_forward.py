@@ -297,10 +297,10 @@ def test_a_cache_of_another_model_is_refused(model: Model, tmp_path: Path) -> No
             InputError, match=r"it has 3 layers with 4 heads of 8, this model 2 .* 2 heads of 8"
         ):
             use()
-    twin = Model(model.config)
-    twin.load()
+    other = Model(model.config)
+    other.load()
     x = ids(1, 3)
-    assert close(twin.forward(x, Cache(model, max_seq_len=256)), model.forward(x))
+    assert close(other.forward(x, Cache(model, max_seq_len=256)), model.forward(x))
 
 
 def test_an_unloaded_model_raises(tmp_path: Path) -> None:

@@ -35,15 +35,17 @@ def test_backends_decide_whether_graphs_are_captured(
 ) -> None:
     config = Config(write_model_folder(tmp_path, SHAPES[shape], 64)).freeze()
     roles = [
-        (f"layers.{i}.{part}", by) for i in (0, 1) for part, by in (("attn", attention), ("mlp", experts))
+        (f"layers.{i}.{part}", backend)
+        for i in (0, 1)
+        for part, backend in (("attn", attention), ("mlp", experts))
     ]
-    records = [DispatchRecord(role, by, "") for role, by in roles if by]
+    records = [DispatchRecord(role, backend, "") for role, backend in roles if backend]
     backends = BackendList([ReferenceBackend(CPU, torch.float16)], records)
     assert ModelInstance(config, cast(Any, None), (), (backends,) * 4).max_graph_tokens == tokens
 
 
 def test_larger_batches_are_not_captured() -> None:
     graphs = CudaGraphRunner(lambda batch: batch.ids[..., None], CPU, max_tokens=4)
-    for rows, tokens, recorded in ((4, 1, True), (2, 2, True), (5, 1, False), (2, 3, False)):
+    for rows, tokens, captured in ((4, 1, True), (2, 2, True), (5, 1, False), (2, 3, False)):
         logits = graphs.decode([[7] * tokens] * rows, [1] * rows, [[0]] * rows)
-        assert (logits is not None) == recorded
+        assert (logits is not None) == captured

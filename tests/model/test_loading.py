@@ -72,13 +72,13 @@ def test_a_callback_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_unload_and_load_again(tmp_path: Path) -> None:
     model = Model(Config(tiny.make(tmp_path)))
     x = torch.arange(10)[None]
-    answers = []
+    outputs = []
     for _ in range(3):
         model.load()
-        answers.append(model.forward(x))
+        outputs.append(model.forward(x))
         model.unload()
-    assert torch.equal(answers[0], answers[1])
-    assert torch.equal(answers[0], answers[2])
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
     assert not model.loaded
 
 

@@ -16,67 +16,73 @@ SMALL = st.integers(0, 12)
 
 
 @st.composite
-def models(draw: st.DrawFn) -> list[ModuleMemory]:
+def module_lists(draw: st.DrawFn) -> list[ModuleMemory]:
     """Modules of which the last may share weights with the first, as a tied head does."""
-    parts = draw(
+    modules = draw(
         st.lists(st.builds(ModuleMemory, st.just("part"), SMALL, SMALL, SMALL), min_size=1, max_size=6)
     )
-    if len(parts) > 1:
-        parts[-1] = replace(parts[-1], shared=draw(st.integers(0, parts[0].weights)))
-    return parts
+    if len(modules) > 1:
+        modules[-1] = replace(modules[-1], shared=draw(st.integers(0, modules[0].weights)))
+    return modules
 
 
-MODULES = models()
+MODULES = module_lists()
 CAPACITIES = st.lists(
     st.builds(DeviceCapacity, st.just("device"), st.integers(0, 60)), min_size=1, max_size=4
 )
 
 
-def is_valid_placement(parts: list[ModuleMemory], places: list[int], spaces: list[DeviceCapacity]) -> bool:
+def is_valid_placement(
+    modules: list[ModuleMemory], placement: list[int], capacities: list[DeviceCapacity]
+) -> bool:
     """Whether all modules fit, computed independently."""
-    for at, space in enumerate(spaces):
-        here = [part for part, where in zip(parts, places, strict=True) if where == at]
-        need = sum(part.weights + part.cache for part in here) + max((p.workspace for p in here), default=0)
-        need += 0 if places[0] == at else sum(part.shared for part in here)
-        if need > space.free:
+    for index, capacity in enumerate(capacities):
+        placed = [module for module, device in zip(modules, placement, strict=True) if device == index]
+        needed = sum(m.weights + m.cache for m in placed) + max((m.workspace for m in placed), default=0)
+        needed += 0 if placement[0] == index else sum(m.shared for m in placed)
+        if needed > capacity.free:
             return False
     return True
 
 
 @given(MODULES, CAPACITIES)
 def test_a_placement_is_found_if_there_is_one(
-    parts: list[ModuleMemory], spaces: list[DeviceCapacity]
+    modules: list[ModuleMemory], capacities: list[DeviceCapacity]
 ) -> None:
-    every = combinations_with_replacement(range(len(spaces)), len(parts))
-    possible = [list(places) for places in every if is_valid_placement(parts, list(places), spaces)]
+    placements = combinations_with_replacement(range(len(capacities)), len(modules))
+    possible = [
+        list(placement)
+        for placement in placements
+        if is_valid_placement(modules, list(placement), capacities)
+    ]
     if not possible:
         with pytest.raises(DoesNotFit, match="Turn this"):
-            place_modules(parts, spaces, "Turn this.")
+            place_modules(modules, capacities, "Turn this.")
         return
-    found = place_modules(parts, spaces, "Turn this.")
+    found = place_modules(modules, capacities, "Turn this.")
     assert found in possible
     assert found == min(possible)  # the first devices are filled first
-    held = device_loads(parts, found, len(spaces))
-    assert all(load.total <= space.free for load, space in zip(held, spaces, strict=True))
+    loads = device_loads(modules, found, len(capacities))
+    assert all(load.total <= capacity.free for load, capacity in zip(loads, capacities, strict=True))
 
 
 @given(MODULES, CAPACITIES, st.integers(0, 3), st.integers(0, 20))
 def test_more_memory_never_hurts(
-    parts: list[ModuleMemory], spaces: list[DeviceCapacity], which: int, more: int
+    modules: list[ModuleMemory], capacities: list[DeviceCapacity], which: int, more: int
 ) -> None:
     try:
-        place_modules(parts, spaces, "")
+        place_modules(modules, capacities, "")
     except DoesNotFit:
         return
-    which %= len(spaces)
-    larger = [DeviceCapacity(s.name, s.free + (more if i == which else 0)) for i, s in enumerate(spaces)]
-    place_modules(parts, larger, "")
+    which %= len(capacities)
+    larger = [DeviceCapacity(c.name, c.free + (more if i == which else 0)) for i, c in enumerate(capacities)]
+    place_modules(modules, larger, "")
 
 
 def test_the_error_has_the_numbers_and_the_remedy() -> None:
-    parts = [ModuleMemory("embedding", 3 << 30), ModuleMemory("layers.0", 2 << 30, 1 << 30, 1 << 30)]
+    modules = [ModuleMemory("embedding", 3 << 30), ModuleMemory("layers.0", 2 << 30, 1 << 30, 1 << 30)]
     with pytest.raises(DoesNotFit) as caught:
-        place_modules(parts, [DeviceCapacity("cuda:0", 4 << 30)], "Lower max_seq_len.")
+        place_modules(modules, [DeviceCapacity("cuda:0", 4 << 30)], "Lower max_seq_len.")
     for words in (
         "1 of 2 modules fit",
         "layers.0",

@@ -34,14 +34,14 @@ from exlm.model.placement import ComputeProfile, DeviceCapacity, compute_profile
 from exlm.nn.block import DeviceTransfer
 from exlm.spec.weight_roles import matrices
 from tests import tiny
-from tests.lora import peft_folders as making
+from tests.lora import peft_folders as peft
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 40)[None]
 
 
 def fake_devices(*free: int) -> Callable[[str | None], list[DeviceInfo]]:
-    return lambda wish: [DeviceInfo(f"fake {i}", CPU, count) for i, count in enumerate(free)]
+    return lambda requested: [DeviceInfo(f"fake {i}", CPU, count) for i, count in enumerate(free)]
 
 
 def loaded(folder: Path) -> Model:
@@ -53,13 +53,15 @@ def loaded(folder: Path) -> Model:
 def module_bytes(model: Model, cache: CacheBase) -> list[int]:
     """Bytes of each module with its cache and workspace."""
     frozen = model.config.freeze()
-    parts = estimate_modules(
+    modules = estimate_modules(
         frozen,
         open_checkpoint(frozen),
         compute_profile(frozen, [DeviceInfo("", CPU, 0)], cache.max_seq_len),
         cache.layer_bytes(),
     )
-    return [part.weights + part.cache for part in parts] + [max(part.workspace for part in parts)]
+    return [module.weights + module.cache for module in modules] + [
+        max(module.workspace for module in modules)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +76,14 @@ def test_a_model_over_several_devices_is_the_same_model(
 ) -> None:
     model = Model(Config(folder))
     cache = kind(model, max_seq_len=256, lazy=True)
-    *parts, workspace = module_bytes(model, cache)
-    share = sum(parts) // devices + max(parts) + workspace
+    *modules, workspace = module_bytes(model, cache)
+    share = sum(modules) // devices + max(modules) + workspace
     model.list_devices = fake_devices(*[share] * devices)
     model.load_autosplit(cache, reserve_vram=0)
     used = len(set(model.placement))
     assert used == (devices if devices < 5 else used) >= min(devices, 3)
-    hops = model._require_loaded()[1].transfers
-    assert sum(isinstance(hop, DeviceTransfer) for hop in hops) == used - 1
+    transfers = model._require_loaded()[1].transfers
+    assert sum(isinstance(transfer, DeviceTransfer) for transfer in transfers) == used - 1
     alone = loaded(folder)
     reference = kind(alone, max_seq_len=256)
     for ids in (IDS, IDS[:, :1]):
@@ -92,11 +94,11 @@ def test_a_model_over_several_devices_is_the_same_model(
 def test_devices_are_filled_one_after_the_other(folder: Path) -> None:
     model = Model(Config(folder))
     cache = Cache(model, max_seq_len=256, lazy=True)
-    *parts, workspace = module_bytes(model, cache)
-    model.list_devices = fake_devices(sum(parts[:3]) + workspace + 100, 1 << 40)
+    *modules, workspace = module_bytes(model, cache)
+    model.list_devices = fake_devices(sum(modules[:3]) + workspace + 100, 1 << 40)
     model.load_autosplit(cache, reserve_vram=[100])
     assert model.placement == ["fake 0"] * 3 + ["fake 1"] * 4
-    model.list_devices = fake_devices(sum(parts[:3]) + workspace + 99, 1 << 40)
+    model.list_devices = fake_devices(sum(modules[:3]) + workspace + 99, 1 << 40)
     other = Cache(model, max_seq_len=256, lazy=True)
     model.load_autosplit(other, reserve_vram=[100, 0])
     assert model.placement == ["fake 0"] * 2 + ["fake 1"] * 5
@@ -116,10 +118,10 @@ def test_gpu_split_has_gb_of_weights(folder: Path) -> None:
     model = Model(Config(folder))
     model.list_devices = fake_devices(0, 0, 0)  # free memory does not matter: the user decides
     frozen = model.config.freeze()
-    parts = estimate_modules(
+    modules = estimate_modules(
         frozen, open_checkpoint(frozen), compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0] * 5
     )
-    first = sum(part.weights for part in parts[:4]) / (1 << 30)
+    first = sum(module.weights for module in modules[:4]) / (1 << 30)
     model.load([first, 1])
     assert model.placement == ["fake 0"] * 4 + ["fake 1"] * 3
     assert torch.equal(model.forward(IDS), loaded(folder).forward(IDS))
@@ -165,7 +167,7 @@ def test_a_plan_without_tokens_is_refused(folder: Path, wrong: dict[str, Any], w
 
 
 def test_devices_by_name(folder: Path) -> None:
-    assert [slot.device for slot in list_devices("cpu, cpu")] == [CPU, CPU]
+    assert [info.device for info in list_devices("cpu, cpu")] == [CPU, CPU]
     assert list_devices(None)[0].free > 1 << 20
     config = Config(folder)
     config.device = "cpu,cpu"
@@ -187,13 +189,13 @@ def test_a_tied_head_gets_its_own_table_elsewhere(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     model, frozen = Model(Config(folder)), Config(folder).freeze()
     model.list_devices = fake_devices(0, 0)
-    parts = estimate_modules(
+    modules = estimate_modules(
         frozen, open_checkpoint(frozen), compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0, 0]
     )
-    assert parts[-1].shared == 64 * 32 * 4
-    exact = sum(part.weights for part in parts)  # on one device the shared table counts once
+    assert modules[-1].shared == 64 * 32 * 4
+    exact = sum(module.weights for module in modules)  # on one device the shared table counts once
     model.load([exact / (1 << 30)])
-    model.load([sum(part.weights for part in parts[:-1]) / (1 << 30), 1])
+    model.load([sum(module.weights for module in modules[:-1]) / (1 << 30), 1])
     assert model.placement == ["fake 0"] * 3 + ["fake 1"]
     assert torch.equal(model.forward(IDS), loaded(folder).forward(IDS))
 
@@ -204,16 +206,18 @@ def test_a_tied_head_gets_its_own_table_elsewhere(tmp_path: Path) -> None:
 def test_the_estimate_is_what_loading_takes(fixtures_dir: Path, name: str) -> None:
     frozen = Config(fixtures_dir / name).freeze()
     source, hidden, vocab = open_checkpoint(frozen), frozen.spec.hidden, frozen.spec.vocab
-    parts = estimate_modules(
+    modules = estimate_modules(
         frozen, source, compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0] * len(frozen.spec.layers)
     )
-    taken: dict[str, int] = {}
+    loaded_bytes: dict[str, int] = {}
     for role, wide, high, bias in matrices(frozen.spec):
         weight = source.weight(role, wide, high, bias=bias, dtype=torch.float32, device=CPU)
-        taken[role[:8]] = taken.get(role[:8], 0) + weight.nbytes
-    taken["embedding"] = source.weight("embed", hidden, vocab, bias=False, dtype=None, device=CPU).nbytes
-    for part in parts:
-        assert taken[part.name] * 0.98 <= part.weights <= taken[part.name] * 1.1
+        loaded_bytes[role[:8]] = loaded_bytes.get(role[:8], 0) + weight.nbytes
+    loaded_bytes["embedding"] = source.weight(
+        "embed", hidden, vocab, bias=False, dtype=None, device=CPU
+    ).nbytes
+    for module in modules:
+        assert loaded_bytes[module.name] * 0.98 <= module.weights <= loaded_bytes[module.name] * 1.1
 
 
 def live_tensor_bytes() -> int:
@@ -273,50 +277,50 @@ def test_twenty_loads_leave_nothing_behind(folder: Path) -> None:
 def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA of all matrices, including the embedding."""
     table = ("model.embed_tokens", 64, 32)
-    return making.write_adapter(
-        tmp_path_factory.mktemp("lora"), making.matrix_shapes(folder), embedding=table
+    return peft.write_adapter(
+        tmp_path_factory.mktemp("lora"), peft.matrix_shapes(folder), embedding=table
     ).folder
 
 
 def test_an_adapter_over_several_devices(folder: Path, adapter: Path) -> None:
-    answers = []
+    outputs = []
     for devices in (1, 3):
         model = Model(Config(folder))
         cache = Cache(model, max_seq_len=256, lazy=True)
-        *parts, workspace = module_bytes(model, cache)
-        model.list_devices = fake_devices(*[sum(parts) // devices + max(parts) + workspace] * devices)
+        *modules, workspace = module_bytes(model, cache)
+        model.list_devices = fake_devices(*[sum(modules) // devices + max(modules) + workspace] * devices)
         model.load_autosplit(cache, reserve_vram=0)
         assert len(set(model.placement)) == devices
         plain = model.forward(IDS)
         lora = Lora.from_directory(model, adapter)
-        answers.append(model.forward(IDS, cache, loras=(lora, 0.7)))
-        assert not torch.allclose(answers[-1], plain, atol=0.1)
+        outputs.append(model.forward(IDS, cache, loras=(lora, 0.7)))
+        assert not torch.allclose(outputs[-1], plain, atol=0.1)
         lora.unload()
         assert torch.equal(model.forward(IDS), plain)
-    assert torch.equal(*answers)
+    assert torch.equal(*outputs)
 
 
 def test_an_adapter_goes_where_its_layer_is(folder: Path) -> None:
     model = loaded(folder)
     assert model._loaded is not None
-    on = [torch.device("cuda", i) for i in range(7)]
-    module_backends: Any = tuple(SimpleNamespace(device=device) for device in on)
-    where = replace(model._loaded, module_backends=module_backends).device_of
+    devices = [torch.device("cuda", i) for i in range(7)]
+    module_backends: Any = tuple(SimpleNamespace(device=device) for device in devices)
+    device_of = replace(model._loaded, module_backends=module_backends).device_of
     roles = ["embed", *(f"layers.{i}.attn.q" for i in range(5)), "head"]
-    assert [where(role) for role in roles] == on
+    assert [device_of(role) for role in roles] == devices
 
 
 @pytest.mark.gpu
 def test_an_adapter_on_a_gpu_and_the_cpu(folder: Path, adapter: Path) -> None:
-    answers = []
+    outputs = []
     for device, split in (("cuda:0,cpu", [0.00004, 1]), ("cpu", None)):
         config = Config(folder)
         config.device, config.dtype = device, "float32"
         model = Model(config)
         model.load(split)
         assert ",".join(dict.fromkeys(model.placement)) == device
-        answers.append(model.forward(IDS, loras=Lora.from_directory(model, adapter)).cpu())
-    assert torch.allclose(*answers, atol=1e-3)
+        outputs.append(model.forward(IDS, loras=Lora.from_directory(model, adapter)).cpu())
+    assert torch.allclose(*outputs, atol=1e-3)
 
 
 def test_memory_that_is_free_is_read_from_the_system() -> None:
@@ -330,14 +334,14 @@ def test_prompts_on_a_gpu_need_room_for_matrices_in_full(
     fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = Config(fixtures_dir / "tiny-lm-exl2-4.0bpw").freeze()
-    source, depth, layer = open_checkpoint(frozen), len(frozen.spec.layers), frozen.spec.layers[0]
+    source, num_layers, layer = open_checkpoint(frozen), len(frozen.spec.layers), frozen.spec.layers[0]
     hidden, attn, width = frozen.spec.hidden, layer.attn, layer.mlp.width
     gpu = ComputeProfile(torch.float16, uses_reference=False)
-    lean = estimate_modules(frozen, source, gpu, [0] * depth)
-    joined = 2 * hidden * max(2 * width, (attn.heads + 2 * attn.kv_heads) * attn.head_dim)
+    merged = estimate_modules(frozen, source, gpu, [0] * num_layers)
+    largest_merged = 2 * hidden * max(2 * width, (attn.heads + 2 * attn.kv_heads) * attn.head_dim)
     monkeypatch.setattr("exlm.model.placement.MAX_DEQUANT_BYTES", 1)  # no GEMM of several matrices
-    alone = estimate_modules(frozen, source, gpu, [0] * depth)
+    separate = estimate_modules(frozen, source, gpu, [0] * num_layers)
     largest = 2 * hidden * max(width, attn.heads * attn.head_dim)
-    more = {one.workspace - other.workspace for one, other in zip(lean[1:-1], alone[1:-1], strict=True)}
-    assert more == {joined - largest}
-    assert lean[-1] == alone[-1]  # the head computes few rows
+    more = {one.workspace - other.workspace for one, other in zip(merged[1:-1], separate[1:-1], strict=True)}
+    assert more == {largest_merged - largest}
+    assert merged[-1] == separate[-1]  # the head computes few rows

@@ -46,23 +46,23 @@ def weight_number(weight: Weight) -> float:
 
 @given(st.permutations(ROLES))
 def test_any_order_gives_every_weight_once(order: list[str]) -> None:
-    shelf = WeightStore()
-    with make_prefetcher(shelf) as ahead:
-        taken = [weight_number(ahead.take(role)) for role in order]
+    store = WeightStore()
+    with make_prefetcher(store) as prefetcher:
+        taken = [weight_number(prefetcher.take(role)) for role in order]
     assert taken == [ROLES.index(role) for role in order]
-    assert sorted(shelf.read_roles) == sorted(ROLES)
+    assert sorted(store.read_roles) == sorted(ROLES)
 
 
 def test_without_threads_the_caller_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exlm.model.builder.num_reader_threads", lambda total: 0)
-    shelf, before = WeightStore(broken=ROLES[2]), threading.active_count()
-    with make_prefetcher(shelf) as ahead:
-        assert not shelf.read_roles
-        assert [weight_number(ahead.take(role)) for role in ROLES[:2]] == [0, 1]
+    store, before = WeightStore(broken=ROLES[2]), threading.active_count()
+    with make_prefetcher(store) as prefetcher:
+        assert not store.read_roles
+        assert [weight_number(prefetcher.take(role)) for role in ROLES[:2]] == [0, 1]
         with pytest.raises(BadTensor, match=ROLES[2]):
-            ahead.take(ROLES[2])
+            prefetcher.take(ROLES[2])
         assert threading.active_count() == before
-    assert shelf.read_roles == ROLES[:3]
+    assert store.read_roles == ROLES[:3]
 
 
 def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch: pytest.
 
     monkeypatch.setattr(threading.Thread, "start", once)
     with pytest.raises(RuntimeError, match="can't start new thread"), make_prefetcher(SlowStore()):
-        raise AssertionError("it began")
+        raise AssertionError("the prefetcher started")
     assert not started[0].is_alive()
 
 
@@ -89,54 +89,54 @@ class SlowStore(WeightStore):
 
 
 def test_few_are_in_flight() -> None:
-    shelf = WeightStore()
-    prefetcher = make_prefetcher(shelf)
-    assert not shelf.read_roles
+    store = WeightStore()
+    prefetcher = make_prefetcher(store)
+    assert not store.read_roles
     with prefetcher:
         time.sleep(0.05)
-        assert 1 <= len(shelf.read_roles) <= MAX_IN_FLIGHT + 1, "no weight was taken yet"
+        assert 1 <= len(store.read_roles) <= MAX_IN_FLIGHT + 1, "no weight was taken yet"
         prefetcher.take(ROLES[0])
         time.sleep(0.05)
-        assert 2 <= len(shelf.read_roles) <= MAX_IN_FLIGHT + 1
+        assert 2 <= len(store.read_roles) <= MAX_IN_FLIGHT + 1
 
 
 @pytest.mark.parametrize("fit", [1, 2, 3])
 def test_as_many_as_fit_are_in_flight(fit: int) -> None:
-    shelf = WeightStore()
-    with make_prefetcher(shelf, size=10, total=10 * fit * IN_FLIGHT_DIVISOR) as ahead:
+    store = WeightStore()
+    with make_prefetcher(store, size=10, total=10 * fit * IN_FLIGHT_DIVISOR) as prefetcher:
         for count, role in enumerate(ROLES[:9]):
-            ahead.take(role)
+            prefetcher.take(role)
             time.sleep(0.01)
-            assert len(shelf.read_roles) <= count + fit
+            assert len(store.read_roles) <= count + fit
 
 
 def test_a_weight_larger_than_the_limit_is_loaded() -> None:
-    shelf = WeightStore()
-    with make_prefetcher(shelf, size=10, total=10) as ahead:
-        assert [weight_number(ahead.take(role)) for role in ROLES] == list(range(30))
+    store = WeightStore()
+    with make_prefetcher(store, size=10, total=10) as prefetcher:
+        assert [weight_number(prefetcher.take(role)) for role in ROLES] == list(range(30))
 
 
 def test_an_error_is_raised_by_take() -> None:
-    shelf = WeightStore(broken=ROLES[2])
-    with make_prefetcher(shelf) as ahead:
-        assert weight_number(ahead.take(ROLES[0])) == 0
-        assert weight_number(ahead.take(ROLES[1])) == 1
+    store = WeightStore(broken=ROLES[2])
+    with make_prefetcher(store) as prefetcher:
+        assert weight_number(prefetcher.take(ROLES[0])) == 0
+        assert weight_number(prefetcher.take(ROLES[1])) == 1
         with pytest.raises(BadTensor, match="torn"):
-            ahead.take(ROLES[2])
-        assert weight_number(ahead.take(ROLES[3])) == 3
+            prefetcher.take(ROLES[2])
+        assert weight_number(prefetcher.take(ROLES[3])) == 3
 
 
 def test_early_exit_leaves_no_thread() -> None:
-    shelf = WeightStore()
+    store = WeightStore()
     before = threading.active_count()
-    with make_prefetcher(shelf) as ahead:
-        ahead.take(ROLES[0])
-    count = len(shelf.read_roles)
+    with make_prefetcher(store) as prefetcher:
+        prefetcher.take(ROLES[0])
+    count = len(store.read_roles)
     assert threading.active_count() == before
     time.sleep(0.05)
-    assert len(shelf.read_roles) == count <= MAX_IN_FLIGHT + 1
+    assert len(store.read_roles) == count <= MAX_IN_FLIGHT + 1
 
 
 def test_a_role_that_was_not_queued_is_loaded() -> None:
-    with make_prefetcher(WeightStore(), ROLES[:3]) as ahead:
-        assert weight_number(ahead.take(ROLES[9])) == 9
+    with make_prefetcher(WeightStore(), ROLES[:3]) as prefetcher:
+        assert weight_number(prefetcher.take(ROLES[9])) == 9

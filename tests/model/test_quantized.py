@@ -1,4 +1,4 @@
-"""Quantised models: real files against reference outputs, generated ones against dense twins."""
+"""Quantised models: real files against reference outputs, generated ones against dense models."""
 
 from __future__ import annotations
 
@@ -92,17 +92,17 @@ def test_real_files_of_another_tool(fixtures_dir: Path, name: str, way: Any, lim
     assert greedy(model, ids, count) == greedy_ids[-count:]
 
 
-def assert_same_logits(folder: Path, twin: Path) -> None:
+def assert_same_logits(folder: Path, dense_folder: Path) -> None:
     ids = torch.randint(3, 60, (2, 40))
-    got, want = plain(folder).forward(ids), plain(twin).forward(ids)
+    got, want = plain(folder).forward(ids), plain(dense_folder).forward(ids)
     assert float((got - want).norm() / want.norm()) < 1e-5
 
 
 @pytest.mark.parametrize(("write", "make"), [(exl2.write, random_exl2), (gptq.write, random_gptq)])
-def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: Any) -> None:
+def test_a_quantised_model_equals_its_dense_model(tmp_path: Path, write: Any, make: Any) -> None:
     folder = tiny.make(tmp_path / "model", hidden_size=64, intermediate_size=128)
-    replace_matrices(folder, tmp_path / "twin", write, make, r"_proj\.weight|lm_head")
-    assert_same_logits(folder, tmp_path / "twin")
+    replace_matrices(folder, tmp_path / "dense", write, make, r"_proj\.weight|lm_head")
+    assert_same_logits(folder, tmp_path / "dense")
 
 
 def test_explain_has_the_same_order_each_time(tmp_path: Path) -> None:
@@ -116,14 +116,16 @@ def test_explain_has_the_same_order_each_time(tmp_path: Path) -> None:
 
 def test_fused_tensors_are_split(tmp_path: Path) -> None:
     folder = zoo.build("Phi3ForCausalLM", tmp_path / "model").folder
-    replace_matrices(folder, tmp_path / "twin", gptq.write, random_gptq, r"(qkv|gate_up|o|down)_proj\.weight")
-    assert_same_logits(folder, tmp_path / "twin")
+    replace_matrices(
+        folder, tmp_path / "dense", gptq.write, random_gptq, r"(qkv|gate_up|o|down)_proj\.weight"
+    )
+    assert_same_logits(folder, tmp_path / "dense")
 
 
 def test_a_quantised_head_wins_over_the_tie(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path / "model", hidden_size=64, tie_word_embeddings=True)
-    replace_matrices(folder, tmp_path / "twin", exl2.write, random_exl2, "lm_head")
-    assert_same_logits(folder, tmp_path / "twin")
+    replace_matrices(folder, tmp_path / "dense", exl2.write, random_exl2, "lm_head")
+    assert_same_logits(folder, tmp_path / "dense")
 
 
 def test_head_norms_may_be_stored_for_each_head(tmp_path: Path) -> None:
@@ -158,11 +160,11 @@ def test_awq(tmp_path: Path) -> None:
         return {"qweight": words(codes), "qzeros": words(segment.zero), "scales": segment.scales.values}
 
     folder = tiny.make(tmp_path / "model", hidden_size=64, intermediate_size=96)
-    replace_matrices(folder, tmp_path / "twin", write, random_gptq, r"_proj\.weight")
+    replace_matrices(folder, tmp_path / "dense", write, random_gptq, r"_proj\.weight")
     raw = json.loads((folder / "config.json").read_text())
     quant = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
     (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": quant}))
-    assert_same_logits(folder, tmp_path / "twin")
+    assert_same_logits(folder, tmp_path / "dense")
 
 
 PEAK = """

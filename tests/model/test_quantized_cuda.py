@@ -1,4 +1,4 @@
-"""Quantised models on a GPU: the same outputs as their dense twins, and no more memory than their files."""
+"""Quantised models on a GPU: the same outputs as their dense models, and no more memory than their files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def load(folder: Path, device: str, dtype: str) -> Model:
 
 
 @pytest.mark.parametrize(("write", "make"), [(exl2.write, random_exl2), (gptq.write, random_gptq)])
-def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: Any) -> None:
+def test_a_quantised_model_equals_its_dense_model(tmp_path: Path, write: Any, make: Any) -> None:
     folder = tiny.make(tmp_path / "model", hidden_size=64, intermediate_size=128)
-    replace_matrices(folder, tmp_path / "twin", write, make, r"_proj\.weight|lm_head")
+    replace_matrices(folder, tmp_path / "dense", write, make, r"_proj\.weight|lm_head")
     ids = torch.randint(3, 60, (2, 40))
-    want = load(tmp_path / "twin", "cpu", "float32").forward(ids)
+    want = load(tmp_path / "dense", "cpu", "float32").forward(ids)
     for dtype, limit in (("float32", 1e-5), ("float16", 1e-2), ("bfloat16", 8e-2)):
         model = load(folder, "cuda", dtype)
         cache = Cache(model, batch_size=2, max_seq_len=64)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from exlm import Config, Model
-from exlm.model import instance as loading
 from exlm.model.decoder import Decoder
 from exlm.model.instance import Warmup, run_one_token
 from exlm.nn.block import no_transfer
@@ -28,9 +27,11 @@ def decoder(tmp_path: Path) -> Decoder:
 
 
 def test_one_token_is_the_most_likely_next(decoder: Decoder) -> None:
-    ends = Decoder(decoder.embedding, [], decoder.head, [no_transfer])
+    embedding_and_head = Decoder(decoder.embedding, [], decoder.head, [no_transfer])
     x = decoder.embedding.lookup(torch.zeros(1, 1, dtype=torch.int64))
-    assert run_one_token(ends, CPU) == int(decoder.head.linear.kernel(decoder.head.norm(x, None)[1]).argmax())
+    assert run_one_token(embedding_and_head, CPU) == int(
+        decoder.head.linear.kernel(decoder.head.norm(x, None)[1]).argmax()
+    )
 
 
 def test_warmup_ends_with_loading(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
@@ -52,8 +53,8 @@ def test_warmup_errors_are_ignored(decoder: Decoder, caplog: pytest.LogCaptureFi
 
 
 def test_a_cpu_needs_no_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(loading.Warmup, "start", begin)
+    monkeypatch.setattr(Warmup, "start", fail)
     Model(Config(tiny.make(tmp_path))).load()

@@ -32,7 +32,7 @@ from exlm import (
 )
 from exlm.errors import WorkerLost
 
-KINDS = (Cache, CacheFP8, CacheQ8, CacheQ6, CacheQ4)
+CACHE_CLASSES = (Cache, CacheFP8, CacheQ8, CacheQ6, CacheQ4)
 PROMPTS = ("Once upon a time", "The dog", "Jack smiled and said")
 GREEDY = Settings.greedy()
 IDS = torch.arange(20, 60)[None]
@@ -103,18 +103,18 @@ def run_to_end(generator: Generator) -> list[str]:
 
 def run_session(model: Model, kind: type[CacheBase], **options: Any) -> list[Any]:
     """A batch, a job that is cancelled halfway, and a prompt with a shared prefix of more than a page."""
-    made = make_generator(model, kind, **options)
-    encode = made.tokenizer.encode
+    generator = make_generator(model, kind, **options)
+    encode = generator.tokenizer.encode
     jobs = [Job(encode(prompt), 6, gen_settings=GREEDY) for prompt in PROMPTS]
     first, second = (Job(LONG[:, :n], 3, gen_settings=GREEDY) for n in (300, 290))
     cancelled = Job(LONG[:, 100:140], 200, gen_settings=GREEDY)
-    made.enqueue([*jobs, first, cancelled])
+    generator.enqueue([*jobs, first, cancelled])
     while first.new_tokens < 1:
-        made.iterate()
-    made.cancel(cancelled)
-    run_to_end(made)
-    made.enqueue(second)
-    run_to_end(made)
+        generator.iterate()
+    generator.cancel(cancelled)
+    run_to_end(generator)
+    generator.enqueue(second)
+    run_to_end(generator)
     assert second.cached_tokens > 256
     return [job.full_completion for job in (*jobs, first, second)]
 
@@ -129,27 +129,27 @@ def forward_outputs(model: Model) -> list[Tensor]:
     outputs = [model.forward(IDS.repeat(2, 1), cache)]
     cache.current_seq_len = 10
     outputs.append(model.forward(IDS[:, :5].repeat(2, 1), cache))
-    twin = cache.clone()
-    cache.copy_states(twin, 0, 4, 2, 4, 0, 1, 1, 1)
-    twin.roll_left()
-    outputs.append(model.forward(IDS[:, :3].repeat(2, 1), twin))
+    clone = cache.clone()
+    cache.copy_states(clone, 0, 4, 2, 4, 0, 1, 1, 1)
+    clone.roll_left()
+    outputs.append(model.forward(IDS[:, :3].repeat(2, 1), clone))
     hidden = torch.cat([torch.full((1, 3), -1e4), torch.zeros(1, 37)], 1)
     outputs.append(model.forward(IDS, input_mask=hidden))
-    coded = CacheQ6(model, max_seq_len=256)
-    assert model.forward(IDS[:, :20], coded, preprocess_only=True) is None
-    outputs += model.forward(IDS[:, 20:], coded, last_id_only=True, return_last_state=True)
+    quantized = CacheQ6(model, max_seq_len=256)
+    assert model.forward(IDS[:, :20], quantized, preprocess_only=True) is None
+    outputs += model.forward(IDS[:, 20:], quantized, last_id_only=True, return_last_state=True)
     return outputs
 
 
 def run_with_adapters(model: Model, adapters: Sequence[Path]) -> tuple[list[str], list[Tensor]]:
     """Texts of one batch with different LoRAs; logits with both, with one, and after both were removed."""
     first, second = (Lora.from_directory(model, folder) for folder in adapters)
-    made = make_generator(model)
-    ids = made.tokenizer.encode(PROMPTS[0])
-    chosen = (None, first, (second, 0.5), [first, second])
-    jobs = [Job(ids, 6, gen_settings=GREEDY, loras=loras) for loras in chosen]
-    made.enqueue(jobs)
-    run_to_end(made)
+    generator = make_generator(model)
+    ids = generator.tokenizer.encode(PROMPTS[0])
+    lora_sets = (None, first, (second, 0.5), [first, second])
+    jobs = [Job(ids, 6, gen_settings=GREEDY, loras=loras) for loras in lora_sets]
+    generator.enqueue(jobs)
+    run_to_end(generator)
     logits = [model.forward(IDS, loras=[first, (second, -0.3)])]
     first.unload()
     logits.append(model.forward(IDS, loras=second))
@@ -160,16 +160,16 @@ def run_with_adapters(model: Model, adapters: Sequence[Path]) -> tuple[list[str]
 def kill_worker(model: Model, victim: int, adapter: Path) -> None:
     """Kill a worker during a step: rank 0 raises within ten seconds."""
     pids, lora = worker_pids(model), Lora.from_directory(model, adapter)
-    made = make_generator(model)
-    made.enqueue(Job(IDS, 200, gen_settings=GREEDY))
+    generator = make_generator(model)
+    generator.enqueue(Job(IDS, 200, gen_settings=GREEDY))
     for _ in range(3):
-        made.iterate()
+        generator.iterate()
     os.kill(pids[victim], signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (pids[victim], signal.SIGKILL)).start()
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(WorkerLost, match="Load the model again"):
-        run_to_end(made)
-    assert 0.2 < time.monotonic() - began < 10
+        run_to_end(generator)
+    assert 0.2 < time.monotonic() - start < 10
     with pytest.raises(WorkerLost, match="are gone"):
         model.forward(IDS)
     assert not any(map(is_alive, pids))

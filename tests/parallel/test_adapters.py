@@ -18,7 +18,7 @@ from exlm.model.strategies import PipelineParallel, TensorParallel
 from exlm.nn import LoraRef
 from exlm.parallel import Message
 from tests import tiny
-from tests.lora import peft_folders as making
+from tests.lora import peft_folders as peft
 from tests.models import zoo
 from tests.parallel.thread_ranks import CPU, load_shards, rank0_logits
 
@@ -35,7 +35,7 @@ FAMILIES = [
 
 @dataclass
 class ThreadDriver:
-    """A `RankDriver` whose workers are threads: a message is handled at once."""
+    """A `RankDriver` whose workers are threads: `send` returns when the message was handled."""
 
     ranks: list[ModelInstance]
     lost_reason: None = None
@@ -55,23 +55,23 @@ class ThreadDriver:
 
 
 class ThreadParallelModel:
-    """A tensor-parallel model, as far as a LoRA needs it."""
+    """The parts of a tensor-parallel model that a LoRA needs."""
 
     def __init__(self, config: Config, size: int) -> None:
         self.frozen = config.freeze()
         self.ranks = load_shards(self.frozen, size)
-        held = partial(TensorParallel().role_shard, self.frozen, size=size)
-        self.net = DriverDecoder(self.ranks[0].decoder, ThreadDriver(self.ranks), held, CPU)  # type: ignore[arg-type]
+        role_shard = partial(TensorParallel().role_shard, self.frozen, size=size)
+        self.decoder = DriverDecoder(self.ranks[0].decoder, ThreadDriver(self.ranks), role_shard, CPU)  # type: ignore[arg-type]
 
     def model_handle(self) -> ModelHandle:
-        return ModelHandle(self.net, self.frozen.spec, lambda role: CPU, torch.float32)
+        return ModelHandle(self.decoder, self.frozen.spec, lambda role: CPU, torch.float32)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_lora_shards_add_up_in_every_family(architecture: str, tmp_path: Path) -> None:
     folder = zoo.build(architecture, tmp_path / "model").folder
-    shapes = making.matrix_shapes(folder, transposed=architecture == "GPT2LMHeadModel")
-    adapter = making.write_adapter(tmp_path / "lora", shapes, size=0.5).folder
+    shapes = peft.matrix_shapes(folder, transposed=architecture == "GPT2LMHeadModel")
+    adapter = peft.write_adapter(tmp_path / "lora", shapes, size=0.5).folder
     config = Config(folder)
     single, shared = Model(config), ThreadParallelModel(config, 2)
     single.load()
@@ -84,7 +84,7 @@ def test_lora_shards_add_up_in_every_family(architecture: str, tmp_path: Path) -
     assert relative_error(want, plain) > 1e-3
     other.unload()
     assert relative_error(rank0_logits(shared.ranks, ids), plain) < 1e-5
-    assert not any("Adapted" in str(vars(rank.decoder.blocks[0].attn)) for rank in shared.ranks)
+    assert not any("LoraLinear" in str(vars(rank.decoder.blocks[0].attn)) for rank in shared.ranks)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -96,30 +96,30 @@ def test_pipeline_ranks_have_each_matrix_once(tmp_path: Path, size: int) -> None
     config = Config(tiny.make(tmp_path, num_hidden_layers=5)).freeze()
     for role in ("embed", "head", *(f"layers.{i}.mlp.down" for i in range(5))):
         found = [
-            (rank, held)
+            (rank, role_shard)
             for rank in range(size)
-            if (held := PipelineParallel().role_shard(config, role, rank, size))
+            if (role_shard := PipelineParallel().role_shard(config, role, rank, size))
         ]
         assert len(found) == 1
-        ((rank, held),) = found
-        assert held.cut is None
+        ((rank, role_shard),) = found
+        assert role_shard.part is None
         if role == "embed":
             assert rank == 0
         elif role == "head":
             assert rank == size - 1
         else:  # counted from the rank's first layer on
             before = sum(len(range(5)[n::size]) for n in range(rank))
-            assert int(held.role.split(".")[1]) + before == int(role.split(".")[1])
+            assert int(role_shard.role.split(".")[1]) + before == int(role.split(".")[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_changes_are_sent_unchanged(tmp_path: Path, dtype: torch.dtype) -> None:
     model = Config(tiny.make(tmp_path)).spec
-    pair = LoraWeights(torch.randn(2, 32).to(dtype), torch.randn(2, 48).to(dtype))
-    order = encode_change(InstallLora.for_model(model, 7, "layers.1.mlp.up", pair))
-    change = decode_change(order, model, CPU)
+    weights = LoraWeights(torch.randn(2, 32).to(dtype), torch.randn(2, 48).to(dtype))
+    message = encode_change(InstallLora.for_model(model, 7, "layers.1.mlp.up", weights))
+    change = decode_change(message, model, CPU)
     assert isinstance(change, InstallLora)
     assert (change.adapter_id, change.role, change.module_role) == (7, "layers.1.mlp.up", "layers.1.mlp.up")
-    assert torch.equal(change.weights.up, pair.up)
+    assert torch.equal(change.weights.up, weights.up)
     assert change.weights.down.dtype is dtype
     assert decode_change(encode_change(RemoveLora(7, "head")), model, CPU) == RemoveLora(7, "head")

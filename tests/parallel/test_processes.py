@@ -15,13 +15,13 @@ from torch import Tensor
 
 from exlm import Cache, InputError, Model, Unsupported
 from exlm.parallel.shard import aligned_ranges, heads_of_rank
-from tests.lora import peft_folders as making
+from tests.lora import peft_folders as peft
 from tests.parallel.fork_server import ForkServer
 from tests.parallel.process_models import (
+    CACHE_CLASSES,
     FIRST_QUANTIZED,
     GREEDY,
     IDS,
-    KINDS,
     PROMPTS,
     forward_outputs,
     kill_worker,
@@ -54,11 +54,9 @@ def _fork_server() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def adapters(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two LoRAs of every matrix."""
-    shapes, table = making.matrix_shapes(fixtures_dir / "tiny-lm"), ("model.embed_tokens", 2048, 256)
+    shapes, table = peft.matrix_shapes(fixtures_dir / "tiny-lm"), ("model.embed_tokens", 2048, 256)
     folder = tmp_path_factory.mktemp("adapters")
-    made = [
-        making.write_adapter(folder / str(n), shapes, embedding=table, seed=n, size=0.5) for n in range(2)
-    ]
+    made = [peft.write_adapter(folder / str(n), shapes, embedding=table, seed=n, size=0.5) for n in range(2)]
     return [adapter.folder for adapter in made]
 
 
@@ -68,13 +66,13 @@ def max_difference(one: Tensor, two: Tensor) -> float:
 
 
 def check_same_outputs(model: Model, single: Model, adapters: Sequence[Path]) -> None:
-    for place, (got, want) in enumerate(zip(forward_outputs(model), forward_outputs(single), strict=True)):
+    for index, (got, want) in enumerate(zip(forward_outputs(model), forward_outputs(single), strict=True)):
         assert max_difference(got, want) < (
-            ROUNDING_TOLERANCE if place < FIRST_QUANTIZED else QUANTIZED_CACHE_TOLERANCE
+            ROUNDING_TOLERANCE if index < FIRST_QUANTIZED else QUANTIZED_CACHE_TOLERANCE
         )
 
 
-def same_adapters(
+def check_same_adapters(
     model: Model, single: Model, adapters: Sequence[Path], bound: float = ROUNDING_TOLERANCE
 ) -> None:
     """LoRAs on every matrix; rows of one batch use one, the other, both or none."""
@@ -85,19 +83,19 @@ def same_adapters(
         assert max_difference(one, two) <= bound
 
 
-def worker_caches_are_released(model: Model, single: Model, adapters: Sequence[Path]) -> None:
-    mirror = model.cache_replicator
-    assert mirror is not None
+def check_worker_caches_are_released(model: Model, single: Model, adapters: Sequence[Path]) -> None:
+    replicator = model.cache_replicator
+    assert replicator is not None
     for _ in range(3):
         cache = Cache(model, max_seq_len=512)
         model.forward(IDS, cache)
         del cache
-    assert len(mirror._dropped) == 1  # type: ignore[attr-defined]  # the others were told with the next order
+    assert len(replicator._dropped) == 1  # type: ignore[attr-defined]  # the other ids were sent with later messages
     model.forward(IDS)
-    assert not mirror._dropped  # type: ignore[attr-defined]
+    assert not replicator._dropped  # type: ignore[attr-defined]
 
 
-def a_refusal_breaks_nothing(model: Model, single: Model, adapters: Sequence[Path]) -> None:
+def check_refusals_break_nothing(model: Model, single: Model, adapters: Sequence[Path]) -> None:
     class UnknownCache(Cache):
         """A cache class that workers do not know."""
 
@@ -115,16 +113,16 @@ def a_refusal_breaks_nothing(model: Model, single: Model, adapters: Sequence[Pat
     assert model.forward(IDS).shape == (1, 40, 2048)
 
 
-def the_last_rank_is_killed(model: Model, single: Model, adapters: Sequence[Path]) -> None:
+def check_a_killed_rank_is_reported(model: Model, single: Model, adapters: Sequence[Path]) -> None:
     kill_worker(model, -1, adapters[0])
 
 
 EXTRA_CHECKS: dict[tuple[str, int], list[Check]] = {  # further checks for some numbers of ranks
-    ("dense", 2): [check_same_outputs, worker_caches_are_released, a_refusal_breaks_nothing],
-    ("dense", 4): [check_same_outputs, same_adapters, the_last_rank_is_killed],
-    ("exl2", 2): [partial(same_adapters, bound=INT_DOT_TOLERANCE)],
-    ("exl2", 4): [the_last_rank_is_killed],
-    ("gptq", 2): [the_last_rank_is_killed],
+    ("dense", 2): [check_same_outputs, check_worker_caches_are_released, check_refusals_break_nothing],
+    ("dense", 4): [check_same_outputs, check_same_adapters, check_a_killed_rank_is_reported],
+    ("exl2", 2): [partial(check_same_adapters, bound=INT_DOT_TOLERANCE)],
+    ("exl2", 4): [check_a_killed_rank_is_reported],
+    ("gptq", 2): [check_a_killed_rank_is_reported],
     ("gptq", 4): [],
 }
 
@@ -138,13 +136,13 @@ def test_tensor_parallel_equals_one_process(
     single, draft = single_process_model(folder), single_process_model(fixtures_dir / "tiny-lm-exl2-4.0bpw")
     with parallel_model(folder, ranks) as model:
         check_shards(model, single, ranks)
-        for kind in KINDS:
+        for kind in CACHE_CLASSES:
             texts = []
             for one in (model, single):
-                drafting = {"draft_model": draft, "draft_cache": kind(draft, max_seq_len=1280)}
-                texts.append(run_session(one, kind, **drafting))
+                draft_options = {"draft_model": draft, "draft_cache": kind(draft, max_seq_len=1280)}
+                texts.append(run_session(one, kind, **draft_options))
             assert texts[0] == texts[1], kind.__name__
-        plain, guessed, led = (
+        plain, ngram_draft, model_draft = (
             make_generator(model, **options).generate(PROMPTS[0], 10, gen_settings=GREEDY)
             for options in (
                 {},
@@ -152,7 +150,12 @@ def test_tensor_parallel_equals_one_process(
                 {"draft_model": model, "draft_cache": Cache(model, max_seq_len=1280)},
             )
         )
-        assert plain == guessed == led == make_generator(single).generate(PROMPTS[0], 10, gen_settings=GREEDY)
+        assert (
+            plain
+            == ngram_draft
+            == model_draft
+            == make_generator(single).generate(PROMPTS[0], 10, gen_settings=GREEDY)
+        )
         for check in EXTRA_CHECKS[form, ranks]:
             check(model, single, adapters)
 
@@ -161,14 +164,14 @@ def check_shards(model: Model, single: Model, ranks: int) -> None:
     """Two kv heads: two of four ranks replicate one. The head is cut by vocabulary, a cache by heads."""
     spec, loaded = single.config.spec, model._loaded
     assert loaded is not None
-    shares = [heads_of_rank(spec.layers[0].attn, rank, ranks) for rank in range(ranks)]
-    assert [share.kv for share in shares] == ([(0, 1)] * (ranks // 2) + [(1, 2)] * (ranks // 2))
+    heads = [heads_of_rank(spec.layers[0].attn, rank, ranks) for rank in range(ranks)]
+    assert [one.kv for one in heads] == ([(0, 1)] * (ranks // 2) + [(1, 2)] * (ranks // 2))
     assert [shape.kv_heads for shape in loaded.layer_shapes] == [1] * 4
-    joined = loaded.decoder.head.linear
-    own = joined.inner.out_features  # type: ignore[attr-defined]
-    assert (own, joined.out_features) == (aligned_ranges(spec.vocab, ranks)[0][1], spec.vocab)
+    head = loaded.decoder.head.linear
+    own_outputs = head.inner.out_features  # type: ignore[attr-defined]
+    assert (own_outputs, head.out_features) == (aligned_ranges(spec.vocab, ranks)[0][1], spec.vocab)
     assert model.tp_context == ranks
-    for kind in KINDS:
+    for kind in CACHE_CLASSES:
         shared, one = kind(model, max_seq_len=512), kind(single, max_seq_len=512)
         assert sum(shared.footprint()) * 2 == sum(one.footprint())
 
@@ -182,9 +185,9 @@ def test_pipeline_parallel_equals_one_process(
     single = single_process_model(folder)
     with parallel_model(folder, ranks, "load_pipeline") as model:
         assert all(map(torch.equal, forward_outputs(model), forward_outputs(single)))
-        for kind in KINDS[::2]:
+        for kind in CACHE_CLASSES[::2]:
             assert run_session(model, kind, use_ngram_draft=True) == run_session(
                 single, kind, use_ngram_draft=True
             )
-        same_adapters(model, single, adapters, bound=0)
+        check_same_adapters(model, single, adapters, bound=0)
         kill_worker(model, victim - 1, adapters[0])

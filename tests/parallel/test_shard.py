@@ -38,7 +38,7 @@ FIXTURES = [
 ]
 
 
-KINDS = frozenset(  # one family for each feature that sharding must handle
+CASE_IDS = frozenset(  # one family for each feature that sharding must handle
     [
         "llama-biased",
         "llama-tied",
@@ -64,7 +64,7 @@ KINDS = frozenset(  # one family for each feature that sharding must handle
         "olmo2",
     ]
 )
-SOME = [case for case in CASES if case.id in KINDS]
+SHARDED_CASES = [case for case in CASES if case.id in CASE_IDS]
 
 
 def attention(heads: int, kv_heads: int) -> spec.Attention:
@@ -86,14 +86,14 @@ def test_heads_keep_their_groups(kv_heads: int, group: int, size: int) -> None:
     attn = attention(kv_heads * group, kv_heads)
     assume(size <= attn.heads)
     found = [heads_of_rank(attn, rank, size) for rank in range(size)]
-    assert [q for share in found for q in range(*share.q)] == list(range(attn.heads))
-    for share in found:
-        count, own = share.q[1] - share.q[0], share.kv[1] - share.kv[0]
+    assert [q for heads in found for q in range(*heads.q)] == list(range(attn.heads))
+    for heads in found:
+        count, own = heads.q[1] - heads.q[0], heads.kv[1] - heads.kv[0]
         assert count >= 1
         assert count % own == 0
         for local in range(count):  # the kv head that the attention kernel will take is the right one
-            assert share.kv[0] + local // (count // own) == (share.q[0] + local) // group
-    assert {kv for share in found for kv in range(*share.kv)} == set(range(kv_heads))
+            assert heads.kv[0] + local // (count // own) == (heads.q[0] + local) // group
+    assert {kv for heads in found for kv in range(*heads.kv)} == set(range(kv_heads))
 
 
 def test_too_many_ranks_are_refused(tmp_path: Path) -> None:
@@ -104,12 +104,12 @@ def test_too_many_ranks_are_refused(tmp_path: Path) -> None:
     layer = model.layers[0]
     for kind, allowed in (("rms", True), ("layer", False)):
         norm = spec.QkNorm(spec.Norm(kind), "all")  # type: ignore[arg-type]
-        odd = replace(model, layers=(replace(layer, attn=replace(layer.attn, qk_norm=norm)),))
+        changed = replace(model, layers=(replace(layer, attn=replace(layer.attn, qk_norm=norm)),))
         if allowed:
-            check_shardable(odd, 2)
+            check_shardable(changed, 2)
         else:
             with pytest.raises(Unsupported, match=r"mean of all heads together.*load_autosplit"):
-                check_shardable(odd, 2)
+                check_shardable(changed, 2)
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -127,10 +127,10 @@ def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) 
                 role, local.in_features, local.out_features, bias=bias, dtype=torch.float32, device=CPU
             )
             assert (piece.in_features, piece.out_features) == (local.in_features, local.out_features)
-            cut = slice_of_rank(frozen.spec, role, rank, size)
-            assert cut is not None
-            rows = slice(cut.start, cut.stop) if cut.dim == 0 else slice(None)
-            columns = slice(cut.start, cut.stop) if cut.dim == 1 else slice(None)
+            part = slice_of_rank(frozen.spec, role, rank, size)
+            assert part is not None
+            rows = slice(part.start, part.stop) if part.dim == 0 else slice(None)
+            columns = slice(part.start, part.stop) if part.dim == 1 else slice(None)
             assert torch.equal(piece.dequantize(), single[rows, columns])
             parts.append(piece)
         if role.endswith(("attn.o", "mlp.down")):
@@ -139,11 +139,11 @@ def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) 
 
 def test_a_part_owns_its_memory_and_one_rank_the_bias() -> None:
     weight = DenseWeight(torch.randn(8, 6), torch.randn(8))
-    for cut in (MatrixSlice(0, 2, 4), MatrixSlice(1, 2, 4)):
-        piece = slice_weight(weight, cut, keep_bias=False)
+    for part in (MatrixSlice(0, 2, 4), MatrixSlice(1, 2, 4)):
+        piece = slice_weight(weight, part, keep_bias=False)
         assert isinstance(piece, DenseWeight)
         assert piece.data.untyped_storage().nbytes() == piece.data.nbytes
-        assert (piece.bias is None) == (cut.dim == 0)
+        assert (piece.bias is None) == (part.dim == 0)
     assert slice_weight(weight, MatrixSlice(0, 2, 4), keep_bias=True).bias is not None
 
 
@@ -159,7 +159,7 @@ def test_every_format_gives_the_same_logits(fixtures_dir: Path, name: str) -> No
         assert float((got - want).norm() / want.norm()) < 1e-4
 
 
-@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SHARDED_CASES, ids=lambda case: case.id)
 def test_every_family_gives_the_same_logits(case: Case, tmp_path: Path) -> None:
     config = Config(zoo.build(case.architecture, tmp_path / "model", **case.overrides).folder)
     config.max_seq_len = 64

@@ -13,13 +13,13 @@ from exlm.model.placement import ROPE_TABLE_DIVISOR, UNCHECKED_ROPE_BYTES, check
 from tests import tiny
 
 CPU = torch.device("cpu")
-WIDTH = 8  # of a head of the tiny model
+HEAD_DIM = 8  # of a head of the tiny model
 
 
 def test_a_length_of_a_billion_is_refused_and_a_shorter_one_loads(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path, max_position_embeddings=10**9)
     model = Model(Config(folder))
-    model.list_devices = lambda wish: [DeviceInfo("cpu", CPU, 1 << 34)]
+    model.list_devices = lambda requested: [DeviceInfo("cpu", CPU, 1 << 34)]
     assert model.config.max_seq_len == 10**9
     with pytest.raises(
         DoesNotFit, match=r"config\.max_seq_len is 1,000,000,000, .* take 59\.60 GB on cpu"
@@ -35,15 +35,15 @@ def test_a_length_of_a_billion_is_refused_and_a_shorter_one_loads(tmp_path: Path
 def test_the_suggested_length_fits(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
     config.max_seq_len = 10**9
-    slots = [DeviceInfo("small", CPU, ROPE_TABLE_DIVISOR * 2 * UNCHECKED_ROPE_BYTES)] * 4
-    most = 2 * UNCHECKED_ROPE_BYTES // (2 * 4 * WIDTH)
-    with pytest.raises(DoesNotFit, match=rf"with at most {most:,} the tables leave room"):
-        check_rope_tables(config.freeze(), slots)
-    config.max_seq_len = most
-    check_rope_tables(config.freeze(), slots)
-    config.max_seq_len = most + 1
+    devices = [DeviceInfo("small", CPU, ROPE_TABLE_DIVISOR * 2 * UNCHECKED_ROPE_BYTES)] * 4
+    longest = 2 * UNCHECKED_ROPE_BYTES // (2 * 4 * HEAD_DIM)
+    with pytest.raises(DoesNotFit, match=rf"with at most {longest:,} the tables leave room"):
+        check_rope_tables(config.freeze(), devices)
+    config.max_seq_len = longest
+    check_rope_tables(config.freeze(), devices)
+    config.max_seq_len = longest + 1
     with pytest.raises(DoesNotFit):
-        check_rope_tables(config.freeze(), slots)
+        check_rope_tables(config.freeze(), devices)
 
 
 def test_small_tables_are_made_on_full_devices_too(tmp_path: Path) -> None:
