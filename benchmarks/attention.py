@@ -33,23 +33,23 @@ from exlm.kvcache.layer import PAGE_SIZE, CacheLayer, LayerShape
 from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer
 from exlm.nn import Batch
 
-from .gpu import copy_speed, replayed
+from .gpu import copy_bandwidth, replay_seconds
 
 HEAD = 128
 SHAPES = {"Llama-2-7B": (32, 32), "Llama-3-8B": (32, 8)}
-CODERS = {"Q8": HadamardQuantizer(8), "Q4": HadamardQuantizer(4)}
-CACHES = ("FP16", *CODERS)
-L2 = 256 << 20
+QUANTIZERS = {"Q8": HadamardQuantizer(8), "Q4": HadamardQuantizer(4)}
+CACHES = ("FP16", *QUANTIZERS)
+REPLAY_BYTES = 256 << 20
 """Bytes of keys and values that a replay must read so that none are in L2."""
 
 FOLDER = Path(gettempdir()) / f"exlm-benchmark-{os.getuid()}"
-FORMS = {
+WARP_CONFIGS = {
     "FP16": [(4, 1, 3), (8, 1, 1), (4, 1, 4)],
     "Q8": [(4, 1, 3), (4, 1, 4), (4, 2, 2)],
     "Q4": [(4, 1, 4), (4, 2, 3), (4, 4, 2)],
 }
 """Warps, steps and resident blocks of the configurations to compare."""
-CUTS = [(64, 32, 1), (64, 32, 2), (128, 32, 2), (256, 32, 2)]
+SPLITS = [(64, 32, 1), (64, 32, 2), (128, 32, 2), (256, 32, 2)]
 """Units, slots and waves."""
 
 
@@ -64,25 +64,29 @@ class Step(NamedTuple):
 def layer(cache: str, pages: int, kv_heads: int, device: torch.device) -> CacheLayer:
     """A cache layer full of random numbers."""
     if cache == "FP16":
-        made: CacheLayer = DenseLayer(pages, PAGE_SIZE, kv_heads, HEAD, torch.float16, device)
+        cache_layer: CacheLayer = DenseLayer(pages, PAGE_SIZE, kv_heads, HEAD, torch.float16, device)
     else:
-        coder = CODERS[cache]
-        made = QuantizedLayer(pages, PAGE_SIZE, LayerShape(kv_heads, HEAD), coder, coder, device)
-    for tensor in made.tensors:
+        quantizer = QUANTIZERS[cache]
+        cache_layer = QuantizedLayer(
+            pages, PAGE_SIZE, LayerShape(kv_heads, HEAD), quantizer, quantizer, device
+        )
+    for tensor in cache_layer.tensors:
         if tensor.dtype is torch.uint8:
             tensor.random_(0, 256)
         else:
             tensor.uniform_(0.01, 0.05)
-    return made
+    return cache_layer
 
 
-def prepare(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: int, layers: int = 32) -> Step:
+def make_step(
+    cache: str, heads: tuple[int, int], rows: int, past: int, tokens: int, layers: int = 32
+) -> Step:
     """Rows of `past` stored tokens in shuffled pages, and new tokens for them."""
     device = torch.device("cuda")
     width = -(-(past + tokens) // PAGE_SIZE)
-    one = layer(cache, rows * width, heads[1], device)
-    size = sum(tensor.nbytes for tensor in one.tensors)
-    more = min(layers - 1, L2 // size)
+    first_layer = layer(cache, rows * width, heads[1], device)
+    size = sum(tensor.nbytes for tensor in first_layer.tensors)
+    extra_layers = min(layers - 1, REPLAY_BYTES // size)
     before = torch.full((rows,), past, device=device)
     positions = before[:, None] + torch.arange(tokens, device=device)
     pages = torch.randperm(rows * width, device=device).view(rows, width)
@@ -91,7 +95,9 @@ def prepare(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: in
         torch.randn(rows, tokens, n, HEAD, dtype=torch.float16, device=device) for n in (*heads, heads[1])
     )
     return Step(
-        (q, k, v), [one, *(layer(cache, rows * width, heads[1], device) for _ in range(more))], metadata
+        (q, k, v),
+        [first_layer, *(layer(cache, rows * width, heads[1], device) for _ in range(extra_layers))],
+        metadata,
     )
 
 
@@ -103,70 +109,71 @@ class Kernels:
         self.triton = TritonBackend(self.device, torch.float16)
         self.plain = ReferenceBackend(self.device, torch.float16)
         self.rope = spec.Rope(1e4, HEAD)
-        self.turn = self.triton.rope(self.rope, 1 << 14)
+        self.rope_fn = self.triton.rope(self.rope, 1 << 14)
         self.counters = cuda.SplitCounters(ModuleCache(self.device, FOLDER), self.triton.limits.num_sms)
 
     def attn(self, heads: tuple[int, int]) -> spec.Attention:
         """The attention layer."""
         return spec.Attention(*heads, HEAD, self.rope, HEAD**-0.5)
 
-    def portable(self, heads: tuple[int, int]) -> AttentionFn:
+    def triton_attention(self, heads: tuple[int, int]) -> AttentionFn:
         """The Triton kernels."""
-        return self.triton.attention(self.attn(heads), self.turn)
+        return self.triton.attention(self.attn(heads), self.rope_fn)
 
-    def fast(self, heads: tuple[int, int], plan: cuda.SplitConfig | None = None) -> AttentionFn:
+    def cuda_attention(self, heads: tuple[int, int], plan: cuda.SplitConfig | None = None) -> AttentionFn:
         """The CUDA kernels."""
         return cuda.PagedDecodeAttention(
-            self.counters, self.attn(heads), self.turn, self.portable(heads), plan
+            self.counters, self.attn(heads), self.rope_fn, self.triton_attention(heads), plan
         )
 
     def error(self, heads: tuple[int, int], cache: str, attend: AttentionFn) -> float:
         """The largest error in a few cases, compared with plain torch."""
-        right = self.plain.attention(self.attn(heads), self.plain.rope(self.rope, 1 << 14))
+        reference = self.plain.attention(self.attn(heads), self.plain.rope(self.rope, 1 << 14))
         worst = 0.0
         for past, tokens in ((77, 1), (5000, 1), (300, 5)):
-            (q, k, v), (kept,), metadata = prepare(cache, heads, 2, past, tokens, layers=1)
-            want = right(q, k, v, kept.clone(), metadata).double()
+            (q, k, v), (kept,), metadata = make_step(cache, heads, 2, past, tokens, layers=1)
+            want = reference(q, k, v, kept.clone(), metadata).double()
             got = attend(q, k, v, kept.clone(), metadata).double()
             worst = max(worst, float((got - want).norm() / want.norm()))
         return worst
 
 
-def time_of(step: Step, attend: AttentionFn) -> float:
+def layer_microseconds(step: Step, attend: AttentionFn) -> float:
     """Microseconds per layer."""
 
     def work() -> None:
         for one in step.layers:
             attend(*step.heads, one, step.metadata)
 
-    return replayed(work, 20) * 1e6 / len(step.layers)
+    return replay_seconds(work, 20) * 1e6 / len(step.layers)
 
 
-def share(step: Step, took: float, speed: float) -> float:
+def bandwidth_share(step: Step, took: float, speed: float) -> float:
     """The share of the copy bandwidth, which is given in bytes per microsecond."""
     stored = sum(t.nbytes for t in step.layers[0].tensors)
     past = step.metadata.max_kv_len - step.heads[0].shape[1]
     return stored * past / (step.metadata.pages.shape[1] * PAGE_SIZE) / took / speed
 
 
-def decoding(kernels: Kernels, rows: list[int], pasts: list[int], speed: float) -> Iterator[Table]:
+def decode_tables(kernels: Kernels, rows: list[int], pasts: list[int], speed: float) -> Iterator[Table]:
     """Tables of decode times with the default configurations, beside Triton."""
     table = Table("shape", "cache", "past", "error", *(f"{n} rows" for n in rows))
     table.title = f"decoding, µs for each layer (share of {speed / 1e6:.2f} TB/s) | Triton's µs"
     for (name, heads), past, cache in product(SHAPES.items(), pasts, CACHES):
-        fast, portable = kernels.fast(heads), kernels.portable(heads)
-        cells = [f"{kernels.error(heads, cache, fast):.0e}"]
+        cuda_attention, triton_attention = kernels.cuda_attention(heads), kernels.triton_attention(heads)
+        cells = [f"{kernels.error(heads, cache, cuda_attention):.0e}"]
         for n in rows:
-            step = prepare(cache, heads, n, past, 1)
-            took = time_of(step, fast)
-            cells.append(f"{took:.1f} ({share(step, took, speed):.0%}) | {time_of(step, portable):.1f}")
+            step = make_step(cache, heads, n, past, 1)
+            took = layer_microseconds(step, cuda_attention)
+            triton = layer_microseconds(step, triton_attention)
+            cells.append(f"{took:.1f} ({bandwidth_share(step, took, speed):.0%}) | {triton:.1f}")
         table.add_row(name, cache, str(past), *cells)
     yield table
 
 
-def plans(cache: str) -> Iterator[cuda.SplitConfig]:
+def split_configs(cache: str) -> Iterator[cuda.SplitConfig]:
     """Every launch configuration to compare."""
-    for (warps, steps, resident), (unit, slots, waves) in product(FORMS[cache], CUTS):
+    for (warps, steps, resident), (unit, slots, waves) in product(WARP_CONFIGS[cache], SPLITS):
         yield cuda.SplitConfig(warps, steps, resident, unit, slots, waves)
 
 
@@ -176,48 +183,54 @@ def compile_ahead(kernels: Kernels) -> None:
     wanted = set()
     for heads, cache in product(SHAPES.values(), CACHES):
         pages = layer(cache, 1, heads[1], kernels.device).kv_pages
-        for plan, columns in product(plans(cache), (1, 2)):
+        for plan, columns in product(split_configs(cache), (1, 2)):
             chosen = cuda.choices(kernels.attn(heads), pages, plan, columns, False)
             if columns == 1 or 5 * heads[0] > 8 * heads[1]:
                 wanted.add(tuple(sorted(chosen.items())))
-    kept = ArtifactCache(FOLDER)
+    folder = ArtifactCache(FOLDER)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        made = [pool.submit(compile_cached, cuda.SOURCE, one, f"sm_{major}{minor}", kept) for one in wanted]
-        for one in made:
-            one.result()
+        compiled = [
+            pool.submit(compile_cached, cuda.SOURCE, constants, f"sm_{major}{minor}", folder)
+            for constants in wanted
+        ]
+        for future in compiled:
+            future.result()
 
 
-def comparison(kernels: Kernels, speed: float) -> Iterator[Table]:
+def config_tables(kernels: Kernels, speed: float) -> Iterator[Table]:
     """Tables of every configuration at every size."""
     compile_ahead(kernels)
     sizes = [(1, 512), (1, 8000), (8, 512), (64, 512)]
     for (name, heads), cache in product(SHAPES.items(), CACHES):
         table = Table("w/st/res unit/sl/wav", "error", *(f"{n} × {past}" for n, past in sizes))
         table.title = f"{name} {cache}: µs for each layer (share of {speed / 1e6:.2f} TB/s)"
-        steps = [prepare(cache, heads, n, past, 1) for n, past in sizes]
-        times = [time_of(step, kernels.portable(heads)) for step in steps]
+        steps = [make_step(cache, heads, n, past, 1) for n, past in sizes]
+        times = [layer_microseconds(step, kernels.triton_attention(heads)) for step in steps]
         cells = [
-            f"{took:.1f} ({share(step, took, speed):.0%})" for step, took in zip(steps, times, strict=True)
+            f"{took:.1f} ({bandwidth_share(step, took, speed):.0%})"
+            for step, took in zip(steps, times, strict=True)
         ]
         table.add_row("Triton", "", *cells)
-        for plan in plans(cache):
-            fast = kernels.fast(heads, plan)
-            cells = [f"{kernels.error(heads, cache, fast):.0e}"]
+        for plan in split_configs(cache):
+            cuda_attention = kernels.cuda_attention(heads, plan)
+            cells = [f"{kernels.error(heads, cache, cuda_attention):.0e}"]
             for step in steps:
-                took = time_of(step, fast)
-                cells.append(f"{took:.1f} ({share(step, took, speed):.0%})")
+                took = layer_microseconds(step, cuda_attention)
+                cells.append(f"{took:.1f} ({bandwidth_share(step, took, speed):.0%})")
             form = f"{plan.warps}/{plan.steps}/{plan.resident} {plan.unit}/{plan.slots}/{plan.waves}"
             table.add_row(form, *cells)
         yield table
 
 
-def prefill(kernels: Kernels, sizes: list[int]) -> Iterator[Table]:
+def prefill_tables(kernels: Kernels, sizes: list[int]) -> Iterator[Table]:
     """The table of prefill times of a first chunk."""
     table = Table("shape", "cache", *(f"{tokens} tokens" for tokens in sizes))
     table.title = "prefill of a first chunk, µs for each layer"
     for (name, heads), cache in product(SHAPES.items(), CACHES):
-        steps = (prepare(cache, heads, 1, 0, tokens) for tokens in sizes)
-        table.add_row(name, cache, *(f"{time_of(step, kernels.fast(heads)):.0f}" for step in steps))
+        steps = (make_step(cache, heads, 1, 0, tokens) for tokens in sizes)
+        table.add_row(
+            name, cache, *(f"{layer_microseconds(step, kernels.cuda_attention(heads)):.0f}" for step in steps)
+        )
     yield table
 
 
@@ -230,14 +243,14 @@ def main() -> None:
     parser.add_argument("--plans", action="store_true", help="compare launch configurations")
     chosen = parser.parse_args()
     console, kernels = Console(width=110), Kernels()
-    speed = copy_speed(kernels.device) / 1e6
+    speed = copy_bandwidth(kernels.device) / 1e6
     if chosen.plans:
-        for table in comparison(kernels, speed):
+        for table in config_tables(kernels, speed):
             console.print(table)
         return
-    for table in decoding(kernels, chosen.rows, chosen.past, speed):
+    for table in decode_tables(kernels, chosen.rows, chosen.past, speed):
         console.print(table)
-    for table in prefill(kernels, chosen.prefill):
+    for table in prefill_tables(kernels, chosen.prefill):
         console.print(table)
 
 

@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .comparison.checkouts import Checkout, CompareError, opened
-from .comparison.intervals import FEWEST, METHOD, Ratio, Verdict, ratio, verdict
+from .comparison.checkouts import Checkout, CompareError, open_checkout
+from .comparison.intervals import METHOD, MIN_ROUNDS, Ratio, Verdict, ratio, verdict
 from .comparison.probes import SUITES, Probe, Readings, Row, Setup, probes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,32 +46,32 @@ STYLES = {"within": "green", "outside": "bold red", "undecided": "yellow"}
 Samples = dict[Row, tuple[list[float], list[float]]]
 """For each row the values of the base and of the candidate, by round."""
 
-Tell = Callable[[str], object]
+ProgressCallback = Callable[[str], object]
 
 
-def measured(
+def measure(
     checkouts: tuple[Checkout, Checkout],
     wanted: Sequence[Probe],
     rounds: int,
     timeout: float,
-    tell: Tell = lambda what: None,
-    keep: Callable[[Samples], object] = lambda samples: None,
+    on_progress: ProgressCallback = lambda what: None,
+    on_round: Callable[[Samples], object] = lambda samples: None,
 ) -> Samples:
     """Measure everything in alternation; a first warm-up round is not counted.
 
-    `tell` is called before each process, `keep` after each round that counts.
+    `on_progress` is called before each process, `on_round` after each round that counts.
     """
     samples: Samples = {}
     for number in range(rounds + 1):
         # The base is first in the odd rounds and the candidate in the even ones.
         order = checkouts if number % 2 else checkouts[::-1]
         for probe in wanted:
-            found: dict[str, Readings] = {}
+            readings: dict[str, Readings] = {}
             for checkout in order:
                 which = f"round {number} of {rounds}" if number else "warm-up"
-                tell(f"{which}: {checkout.name}, {probe.name}")
-                found[checkout.name] = reading(probe, checkout, timeout)
-            base, candidate = (found[checkout.name] for checkout in checkouts)
+                on_progress(f"{which}: {checkout.name}, {probe.name}")
+                readings[checkout.name] = run_probe(probe, checkout, timeout)
+            base, candidate = (readings[checkout.name] for checkout in checkouts)
             check_rows(probe, base, candidate)
             if number:
                 for row, value in base.items():
@@ -79,11 +79,11 @@ def measured(
                     values[0].append(value)
                     values[1].append(candidate[row])
         if number:
-            keep(samples)
+            on_round(samples)
     return samples
 
 
-def reading(probe: Probe, checkout: Checkout, timeout: float) -> Readings:
+def run_probe(probe: Probe, checkout: Checkout, timeout: float) -> Readings:
     """Run a probe in a fresh process and read its results."""
     with tempfile.TemporaryDirectory(prefix="exlm-compare-") as folder:
         file = Path(folder) / "result.json"
@@ -95,9 +95,9 @@ def check_rows(probe: Probe, base: Readings, candidate: Readings) -> None:
     """Refuse results of the two checkouts that have different rows."""
     if base.keys() == candidate.keys() and base:
         return
-    odd = sorted(row.name for row in base.keys() ^ candidate.keys())
+    unmatched = sorted(row.name for row in base.keys() ^ candidate.keys())
     raise CompareError(
-        f"{probe.name}: only one of the two checkouts measures: {'; '.join(odd) or 'anything'}."
+        f"{probe.name}: only one of the two checkouts measures: {'; '.join(unmatched) or 'anything'}."
     )
 
 
@@ -145,17 +145,17 @@ def results(samples: Samples) -> list[Result]:
     return [Result(row, *values) for row, values in samples.items()]
 
 
-def table(found: Sequence[Result], rounds: int) -> Table:
+def table(rows: Sequence[Result], rounds: int) -> Table:
     """The table, one line for each row."""
-    made = Table(title=f"candidate / base, {rounds} rounds", box=SIMPLE_HEAD, pad_edge=False)
-    made.add_column("row")
+    out = Table(title=f"candidate / base, {rounds} rounds", box=SIMPLE_HEAD, pad_edge=False)
+    out.add_column("row")
     for name in ("base", "candidate", "ratio", "95 % interval", "bound"):
-        made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("verdict", no_wrap=True)
-    for one in found:
-        made.add_row(*one.cells())
-    made.caption = METHOD + (f"; fewer than {FEWEST} rounds decide nothing" if rounds < FEWEST else "")
-    return made
+        out.add_column(name, justify="right", no_wrap=True)
+    out.add_column("verdict", no_wrap=True)
+    for row in rows:
+        out.add_row(*row.cells())
+    out.caption = METHOD + (f"; fewer than {MIN_ROUNDS} rounds decide nothing" if rounds < MIN_ROUNDS else "")
+    return out
 
 
 def report(checkouts: tuple[Checkout, Checkout], rounds: int, samples: Samples) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def write(file: Path, content: dict[str, Any]) -> None:
     os.replace(partial, file)
 
 
-def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
@@ -207,39 +207,39 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT, help=f"seconds for each process; default: {TIMEOUT:g}"
     )
-    asked = parser.parse_args(arguments)
-    if asked.rounds < 1 or asked.timeout <= 0 or (asked.threads or 1) < 1:
+    args = parser.parse_args(arguments)
+    if args.rounds < 1 or args.timeout <= 0 or (args.threads or 1) < 1:
         parser.error("--rounds and --threads must be at least 1, --timeout above 0")
-    if asked.json is not None and not asked.json.absolute().parent.is_dir():
-        parser.error(f"--json {asked.json} would lie in a folder that is not there")
-    if unknown := sorted({*(asked.suite or "host").split(",")} - {*SUITES}):
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json {args.json} would lie in a folder that is not there")
+    if unknown := sorted({*(args.suite or "host").split(",")} - {*SUITES}):
         parser.error(f"no suite is called {', '.join(unknown)}; there are {', '.join(SUITES)}")
-    return asked
+    return args
 
 
-def chosen(found: Sequence[Probe], only: str | None) -> list[Probe]:
+def select_probes(found: Sequence[Probe], only: str | None) -> list[Probe]:
     """The probes whose name contains a text."""
-    kept = [probe for probe in found if only is None or only.lower() in probe.name.lower()]
-    if not kept:
+    selected = [probe for probe in found if only is None or only.lower() in probe.name.lower()]
+    if not selected:
         names = "; ".join(probe.name for probe in found)
         raise CompareError(f"--only {only!r} leaves nothing to measure. There are: {names}.")
-    return kept
+    return selected
 
 
-def compare(asked: argparse.Namespace, console: Console) -> bool:
+def compare(args: argparse.Namespace, console: Console) -> bool:
     """Measure and print; whether every row is within its bound or undecided."""
     with ExitStack() as stack:
-        base = stack.enter_context(opened("base", asked.base, ROOT))
-        candidate = stack.enter_context(opened("candidate", asked.candidate, ROOT))
+        base = stack.enter_context(open_checkout("base", args.base, ROOT))
+        candidate = stack.enter_context(open_checkout("candidate", args.candidate, ROOT))
         checkouts = base, candidate
         for one in checkouts:
-            one.check(asked.timeout)
-        gpu = base.run([sys.executable, "-c", HAS_GPU], asked.timeout).split()[-1] == "True"
-        device = asked.device or ("cuda" if gpu else "cpu")
-        suites = list(dict.fromkeys((asked.suite or ("host,gpu,load" if gpu else "host,cpu")).split(",")))
+            one.check(args.timeout)
+        gpu = base.run([sys.executable, "-c", HAS_GPU], args.timeout).split()[-1] == "True"
+        device = args.device or ("cuda" if gpu else "cpu")
+        suites = list(dict.fromkeys((args.suite or ("host,gpu,load" if gpu else "host,cpu")).split(",")))
         if not gpu and ("gpu" in suites or device == "cuda"):
             raise CompareError("torch finds no GPU here: leave the gpu suite and --device cuda out.")
-        models = asked.models
+        models = args.models
         if models is None:
             models = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="exlm-models-")))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -249,43 +249,43 @@ def compare(asked: argparse.Namespace, console: Console) -> bool:
         )
         task = bar.add_task("writing model files", total=None)
         bar.refresh()
-        setup = Setup(base, models.expanduser().absolute(), device, asked.threads, asked.timeout)
-        wanted = chosen(probes(suites, setup), asked.only)
+        setup = Setup(base, models.expanduser().absolute(), device, args.threads, args.timeout)
+        wanted = select_probes(probes(suites, setup), args.only)
         for probe in wanted:
             probe.prepare()
-        bar.update(task, total=2 * (asked.rounds + 1) * len(wanted), completed=-1)
+        bar.update(task, total=2 * (args.rounds + 1) * len(wanted), completed=-1)
 
-        def tell(what: str) -> None:
+        def on_progress(what: str) -> None:
             bar.update(task, description=what, advance=1, refresh=True)
 
-        def keep(samples: Samples) -> None:
-            if asked.json is not None:
-                write(asked.json, report(checkouts, asked.rounds, samples))
+        def on_round(samples: Samples) -> None:
+            if args.json is not None:
+                write(args.json, report(checkouts, args.rounds, samples))
 
-        samples = measured(checkouts, wanted, asked.rounds, asked.timeout, tell, keep)
+        samples = measure(checkouts, wanted, args.rounds, args.timeout, on_progress, on_round)
         bar.stop()
         for one in checkouts:
             console.print(f"{one.name}: {one.folder} {one.revision}", highlight=False, soft_wrap=True)
         found = results(samples)
-        console.print(table(found, asked.rounds))
+        console.print(table(found, args.rounds))
         return all(one.verdict != "outside" for one in found)
 
 
 def main() -> None:
     """Run the comparison and exit with its status."""
-    asked = parsed()
+    args = parse_arguments()
     # Like Ctrl-C: the process that is being measured is ended, and temporary folders are removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     console = Console() if Console().is_terminal else Console(width=140)
     try:
-        kept = compare(asked, console)
+        within_bounds = compare(args, console)
     except (CompareError, OSError, subprocess.SubprocessError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; --json has the rounds that were done")
         sys.exit(130)
-    sys.exit(0 if kept else 1)
+    sys.exit(0 if within_bounds else 1)
 
 
 if __name__ == "__main__":

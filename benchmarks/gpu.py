@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 
-def replayed(work: Callable[[], object], repeats: int = 10) -> float:
+def replay_seconds(work: Callable[[], object], repeats: int = 10) -> float:
     """Seconds of one replay of the captured work: the median of five runs."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
@@ -30,8 +30,8 @@ def replayed(work: Callable[[], object], repeats: int = 10) -> float:
     return median(times)
 
 
-def copy_speed(device: torch.device) -> float:
+def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second that a large copy by a kernel reads and writes."""
     source = torch.ones(1 << 29, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / replayed(lambda: torch.neg(source, out=target), 5)
+    return 2 * source.nbytes / replay_seconds(lambda: torch.neg(source, out=target), 5)

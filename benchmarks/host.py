@@ -37,8 +37,8 @@ from exlm.tokenizer.detokenizer import ByteTokenDecoder, Detokenizer
 
 VOCABULARY = 2048
 PROMPT = 16
-PREPARED = 8  # sets of logits that the fake model cycles through
-WARM, TURN = 3, 10  # warm-up calls; runs of the unit per stretch
+LOGIT_SETS = 8  # sets of logits that the fake model cycles through
+WARMUP_CALLS, UNIT_CALLS = 3, 10  # calls before timing; calls of `unit` for each measurement
 UNIT = 100e-6
 """Seconds that `unit` takes on the machine for which the targets were set."""
 
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 CASES = (Case(1, 60e-6, 40), Case(64, 12e-6, 4))
 
 CONTEXTS = (128, 2_000, 16_000)
-DRAFTED = 7  # tokens at most that n-gram drafting proposes for a step, as in a generator
+MAX_DRAFT_TOKENS = 7  # tokens at most that n-gram drafting proposes for a step, as in a generator
 QUEUES = (10, 1_000, 10_000)
 GROWTH = 1.2
 """Largest allowed ratio of the cost at the longest context or queue to that at the shortest."""
@@ -114,29 +114,29 @@ class FakeRunner:
 
     def __init__(self, rows: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._answers = [
+        self._logits = [
             torch.rand(rows, 1, VOCABULARY, generator=generator).index_fill_(2, torch.tensor([0]), -1.0)
-            for _ in range(PREPARED)
+            for _ in range(LOGIT_SETS)
         ]
         self._step = 0
 
     def copy_pages(self, orders: Iterable[tuple[int, int, int]]) -> None:
-        """Has no memory."""
+        """Nothing to copy."""
 
     def prefill(self, sequence: Any, start: int, stop: int) -> None:
-        """Has no memory."""
+        """Nothing to compute."""
 
     def decode(
         self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
         """The next prepared logits."""
         self._step += 1
-        return self._answers[self._step % PREPARED]
+        return self._logits[self._step % LOGIT_SETS]
 
     def decode_next(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor:
         """The same for async scheduling, as on a GPU."""
         self._step += 1
-        return self._answers[self._step % PREPARED]
+        return self._logits[self._step % LOGIT_SETS]
 
 
 class PeriodicRunner(FakeRunner):
@@ -144,32 +144,32 @@ class PeriodicRunner(FakeRunner):
 
     def __init__(self) -> None:
         super().__init__(1)
-        period = torch.cat(self._answers, 1)
-        self._round = period.repeat(1, 2 + DRAFTED // PREPARED, 1)
+        period = torch.cat(self._logits, 1)
+        self._period = period.repeat(1, 2 + MAX_DRAFT_TOKENS // LOGIT_SETS, 1)
         self.text: list[int] = period.argmax(2)[0].tolist()
 
     def decode(
         self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
         """Logits after each input token."""
-        start = past[0] % PREPARED
-        return self._round[:, start : start + len(tokens[0])]
+        start = past[0] % LOGIT_SETS
+        return self._period[:, start : start + len(tokens[0])]
 
     def decode_next(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor:
         """Logits after one token."""
         return self.decode(sequences, past, ((0,),))
 
 
-def prepared(rows: int, steps: int) -> EngineCore:
+def engine_in_decode(rows: int, steps: int) -> EngineCore:
     """An engine with so many jobs in the middle of decoding."""
     pages = rows * -(-(PROMPT + steps + 4) // 256)
-    loop = EngineCore(FakeRunner(rows), PageTable(pages), FakeTokenizer(), VOCABULARY, max_batch_size=rows)
+    engine = EngineCore(FakeRunner(rows), PageTable(pages), FakeTokenizer(), VOCABULARY, max_batch_size=rows)
     settings = Settings.greedy()
     for number in range(rows):
         prompt = torch.arange(number, number + PROMPT)[None]
-        loop.enqueue(Job(prompt, steps + 4, gen_settings=settings, stop_conditions=[0]))
-    loop.step()
-    return loop
+        engine.enqueue(Job(prompt, steps + 4, gen_settings=settings, stop_conditions=[0]))
+    engine.step()
+    return engine
 
 
 def seconds(work: Callable[[], object], times: int) -> float:
@@ -184,46 +184,46 @@ def measure(case: Case, repeats: int) -> list[tuple[float, float]]:
     """(seconds of a step per row, seconds of the unit) of each repetition."""
     found = []
     for _ in range(repeats):
-        loop = prepared(case.rows, case.steps + WARM)
-        seconds(unit, WARM)
-        before = seconds(unit, TURN)
-        seconds(loop.step, WARM)
-        step = seconds(loop.step, case.steps) / case.rows
-        after = seconds(unit, TURN)
+        engine = engine_in_decode(case.rows, case.steps + WARMUP_CALLS)
+        seconds(unit, WARMUP_CALLS)
+        before = seconds(unit, UNIT_CALLS)
+        seconds(engine.step, WARMUP_CALLS)
+        step = seconds(engine.step, case.steps) / case.rows
+        after = seconds(unit, UNIT_CALLS)
         found.append((step, (before + after) / 2))
     return found
 
 
-def behind(context: int, steps: int, drafts: bool) -> EngineCore:
+def engine_after_context(context: int, steps: int, drafts: bool) -> EngineCore:
     """An engine with one job after a prompt of so many tokens, which continues its pattern."""
     runner = PeriodicRunner()
-    new = (steps + 4) * (1 + DRAFTED)
-    loop = EngineCore(
+    new = (steps + 4) * (1 + MAX_DRAFT_TOKENS)
+    engine = EngineCore(
         runner,
         PageTable(-(-(context + new) // 256)),
         FakeTokenizer(),
         VOCABULARY,
         max_batch_size=1,
         drafter=NgramDrafter() if drafts else None,
-        num_draft_tokens=DRAFTED if drafts else 0,
+        num_draft_tokens=MAX_DRAFT_TOKENS if drafts else 0,
     )
-    prompt = torch.tensor([[runner.text[(place - 1) % PREPARED] for place in range(context)]])
-    loop.enqueue(Job(prompt, new, gen_settings=Settings.greedy(), stop_conditions=[0]))
-    while loop.scheduler.has_prefill:
-        loop.step()
-    return loop
+    prompt = torch.tensor([[runner.text[(place - 1) % LOGIT_SETS] for place in range(context)]])
+    engine.enqueue(Job(prompt, new, gen_settings=Settings.greedy(), stop_conditions=[0]))
+    while engine.scheduler.has_prefill:
+        engine.step()
+    return engine
 
 
-def step_behind(context: int, drafts: bool, steps: int) -> dict[str, float]:
+def measure_step_after_context(context: int, drafts: bool, steps: int) -> dict[str, float]:
     """Seconds of a decode step after a context of this length."""
-    loop = behind(context, steps + WARM, drafts)
-    seconds(loop.step, WARM)
-    return {"step": seconds(loop.step, steps)}
+    engine = engine_after_context(context, steps + WARMUP_CALLS, drafts)
+    seconds(engine.step, WARMUP_CALLS)
+    return {"step": seconds(engine.step, steps)}
 
 
-def queued(count: int) -> dict[str, float]:
+def measure_queue(count: int) -> dict[str, float]:
     """Seconds to create, enqueue and cancel a job among so many, and of a step while they wait."""
-    loop = prepared(1, 3 * TURN)
+    engine = engine_in_decode(1, 3 * UNIT_CALLS)
     jobs: list[Job] = []
     made = iter(range(count))
 
@@ -233,14 +233,14 @@ def queued(count: int) -> dict[str, float]:
 
     found = {"make": seconds(make, count)}
     entering, leaving = iter(jobs), iter(jobs)
-    found["enqueue"] = seconds(lambda: loop.enqueue(next(entering)), count)
-    seconds(loop.step, WARM)
-    found["step"] = seconds(loop.step, TURN)
-    found["cancel"] = seconds(lambda: loop.cancel(next(leaving)), count)
+    found["enqueue"] = seconds(lambda: engine.enqueue(next(entering)), count)
+    seconds(engine.step, WARMUP_CALLS)
+    found["step"] = seconds(engine.step, UNIT_CALLS)
+    found["cancel"] = seconds(lambda: engine.cancel(next(leaving)), count)
     return found
 
 
-def compared(
+def measure_cases(
     cases: Sequence[Callable[[], dict[str, float]]], repeats: int
 ) -> list[dict[str, tuple[float, float]]]:
     """For each case and quantity: (median seconds, median in multiples of the unit)."""
@@ -248,9 +248,9 @@ def compared(
     for _ in range(repeats):
         for case, found in zip(cases, turns, strict=True):
             gc.collect()  # every stretch starts without garbage of the one before
-            before = seconds(unit, TURN)
+            before = seconds(unit, UNIT_CALLS)
             times = case()
-            found.append((times, (before + seconds(unit, TURN)) / 2))
+            found.append((times, (before + seconds(unit, UNIT_CALLS)) / 2))
     return [
         {
             name: (
@@ -263,7 +263,9 @@ def compared(
     ]
 
 
-def growth(title: str, sizes: Sequence[int], found: Sequence[Mapping[str, tuple[float, float]]]) -> Table:
+def growth_table(
+    title: str, sizes: Sequence[int], found: Sequence[Mapping[str, tuple[float, float]]]
+) -> Table:
     """The table of costs at each size, with the largest growth from any size to a larger one."""
     table = Table(title=title)
     for name in ("", *(f"{size:,}" for size in sizes), "units", "growth", "at most", ""):
@@ -282,7 +284,7 @@ def growth(title: str, sizes: Sequence[int], found: Sequence[Mapping[str, tuple[
     return table
 
 
-def steps_of_batches(repeats: int) -> tuple[Table, list[dict[str, float]]]:
+def measure_batches(repeats: int) -> tuple[Table, list[dict[str, float]]]:
     """The table of decode steps against their targets, and its values."""
     numbers: list[dict[str, float]] = []
     table = Table(title="Python of a decode step, plain greedy jobs")
@@ -316,18 +318,20 @@ def main() -> None:
     repeats = chosen.repeats
     torch.set_num_threads(1)
     console = Console()
-    table, numbers = steps_of_batches(repeats)
+    table, numbers = measure_batches(repeats)
     console.print(table)
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(numbers, indent=1))
     if chosen.batches_only:
         return
     for drafts in (False, True):
-        cases = [partial(step_behind, context, drafts, CASES[0].steps) for context in CONTEXTS]
+        cases = [partial(measure_step_after_context, context, drafts, CASES[0].steps) for context in CONTEXTS]
         title = "n-gram drafting, every guess right" if drafts else "no draft"
-        console.print(growth(f"A decode step behind a context, {title}", CONTEXTS, compared(cases, repeats)))
-    waiting = compared([partial(queued, count) for count in QUEUES], -(-repeats // 8))
-    console.print(growth("For each job, while so many wait", QUEUES, waiting))
+        console.print(
+            growth_table(f"A decode step behind a context, {title}", CONTEXTS, measure_cases(cases, repeats))
+        )
+    waiting = measure_cases([partial(measure_queue, count) for count in QUEUES], -(-repeats // 8))
+    console.print(growth_table("For each job, while so many wait", QUEUES, waiting))
     console.print(
         f"A unit is a fixed piece of Python: {UNIT * 1e6:.0f} µs on the machine the targets are for."
     )

@@ -30,13 +30,13 @@ from exlm.env import cache_folder
 from .synthetic import LLAMA_7B, write_dense, write_exl2
 
 BUFFER = 4 * 2**20
-TARGET = 1.5
-PAUSE = 2.5  # seconds; after about this time a VM's host reclaims freed memory
+MAX_RATIO = 1.5
+PAUSE_SECONDS = 2.5  # seconds; after about this time a VM's host reclaims freed memory
 
-GIGABYTE = Shape(hidden=2048, layers=8, mlp=5632, heads=16, kv_heads=16, vocab=32000)
+LLAMA_500M = Shape(hidden=2048, layers=8, mlp=5632, heads=16, kv_heads=16, vocab=32000)
 MODELS: dict[str, tuple[str, str, Callable[[Path], Path]]] = {
     "exl2": ("7B, EXL2 4.1 bpw", "float32", lambda folder: write_exl2(folder, LLAMA_7B)),
-    "dense": ("0.5B, dense float16", "float16", lambda folder: write_dense(folder, GIGABYTE)),
+    "dense": ("0.5B, dense float16", "float16", lambda folder: write_dense(folder, LLAMA_500M)),
 }
 """(description, compute precision, function that writes the folder)"""
 
@@ -60,15 +60,15 @@ def read_into_buffer(files: list[Path]) -> None:
 
 def read_into_memory(files: list[Path]) -> list[torch.Tensor]:
     """Read every byte into newly allocated memory."""
-    kept = []
+    tensors = []
     for path in files:
         target = torch.empty(path.stat().st_size, dtype=torch.uint8)
         view = target.numpy().data
         with path.open("rb", buffering=0) as file:
             while view:
                 view = view[file.readinto(view) :]
-        kept.append(target)
-    return kept
+        tensors.append(target)
+    return tensors
 
 
 def load(folder: Path, dtype: str) -> Model:
@@ -80,44 +80,44 @@ def load(folder: Path, dtype: str) -> Model:
     return model
 
 
-class Stopwatch:
-    """Times functions that each need as much memory as the one before freed.
+class MemoryReusingTimer:
+    """Times functions that each allocate the memory that the last one's result occupied.
 
-    What one result occupied is freed just before the next is made. So every turn finds free memory in the
-    same state, and none waits for the host of a virtual machine to find some.
+    A result is freed just before the next one is made. So every repetition finds free memory in the same
+    state, and none waits for the host of a virtual machine to provide some.
     """
 
     def __init__(self, files: list[Path], cold: bool) -> None:
         self._files = files
         self._cold = cold
-        self._held: list[object] = []
+        self._results: list[object] = []
 
     def time(self, work: Callable[[], object], *, frees: bool = True) -> float:
         """Seconds of `work`; its result is kept until the next call with `frees`."""
         if frees:
-            time.sleep(PAUSE)
-            self._held.clear()
+            time.sleep(PAUSE_SECONDS)
+            self._results.clear()
             gc.collect()
-            _give_back()
+            _trim_heap()
         if self._cold:
-            _forget(self._files)
+            _drop_from_page_cache(self._files)
         start = time.perf_counter()
         result = work()
         seconds = time.perf_counter() - start
-        self._held.append(result)
+        self._results.append(result)
         return seconds
 
 
 def measure(folder: Path, dtype: str, repeats: int, cold: bool) -> list[Times]:
     """The times of each repetition, after one load that is not counted."""
     files = sorted(folder.glob("*.safetensors"))
-    watch = Stopwatch(files, cold)
-    watch.time(lambda: load(folder, dtype))
+    timer = MemoryReusingTimer(files, cold)
+    timer.time(lambda: load(folder, dtype))
     return [
         Times(
-            watch.time(lambda: read_into_buffer(files), frees=False),
-            watch.time(lambda: read_into_memory(files)),
-            watch.time(lambda: load(folder, dtype)),
+            timer.time(lambda: read_into_buffer(files), frees=False),
+            timer.time(lambda: read_into_memory(files)),
+            timer.time(lambda: load(folder, dtype)),
         )
         for _ in range(repeats)
     ]
@@ -136,8 +136,8 @@ def show(console: Console, title: str, rows: list[Times]) -> None:
     table.add_section()
     table.add_row("median", *(f"{one:.3f}" for one in middle), *(f"{one:.2f}" for one in ratios))
     console.print(table)
-    verdict = "met" if ratios[1] <= TARGET else "missed"
-    console.print(f"At most {TARGET} times the read into fresh memory: {verdict}.\n")
+    verdict = "met" if ratios[1] <= MAX_RATIO else "missed"
+    console.print(f"At most {MAX_RATIO} times the read into fresh memory: {verdict}.\n")
 
 
 def main() -> None:
@@ -166,13 +166,13 @@ def main() -> None:
         show(console, f"{title}, {size / 1e9:.2f} GB, {cores}{', cold' if chosen.cold else ''}", rows)
 
 
-def _give_back() -> None:
+def _trim_heap() -> None:
     """Make the C library return freed memory to the system, so that the next tensors are fresh."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
 
-def _forget(files: list[Path]) -> None:
+def _drop_from_page_cache(files: list[Path]) -> None:
     """Drop files from the page cache."""
     for path in files:
         with path.open("rb") as file:

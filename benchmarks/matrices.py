@@ -26,7 +26,7 @@ from exlm.kernels.cuda.lanes import MAX_M16
 from exlm.kernels.cuda.module_cache import ModuleCache, compile_cached, target
 from exlm.kernels.cuda.repack import MmaWeight, repack
 
-from .gpu import copy_speed, replayed
+from .gpu import copy_bandwidth, replay_seconds
 
 LAYERS = 32
 SHAPES: dict[str, tuple[int, list[int], bool]] = {
@@ -53,19 +53,19 @@ CONFIGS_M64 = [
 Work = Callable[[], None]
 
 
-def random_tiles(inputs: int, outputs: int, form: SyntheticFormat, random: RandomTensors) -> MmaWeight:
+def random_tiles(inputs: int, outputs: int, fmt: SyntheticFormat, random: RandomTensors) -> MmaWeight:
     """A random matrix in a format, repacked for the kernels."""
-    weight = form.weight(inputs, outputs, random, False, 0.02)
+    weight = fmt.weight(inputs, outputs, random, False, 0.02)
     assert isinstance(weight, PackedWeight)
     return repack(weight)
 
 
-def plans(rows: int) -> Sequence[TileConfig]:
+def tile_configs(rows: int) -> Sequence[TileConfig]:
     """The tile configurations to try for so many rows."""
     return CONFIGS if rows <= MAX_M16 else CONFIGS_M64
 
 
-def bound(
+def bind_gemm(
     modules: ModuleCache, matrices: list[MmaWeight], normal: RmsNorm | None, plan: TileConfig
 ) -> GemmM16 | GemmM64:
     """The GEMM of fused matrices, with a tile configuration."""
@@ -75,14 +75,14 @@ def bound(
     return GemmM16(modules, matrices, normal, act, plan)
 
 
-def chain(
+def layer_chain(
     modules: ModuleCache, layers: list[list[MmaWeight]], norm: bool, plan: TileConfig, rows: int
 ) -> Work:
     """Multiply each matrix with the same rows, one after the other."""
     inputs, device = layers[0][0].in_features, modules.device
     x = torch.randn(rows, inputs, device=device).half()
     normal = RmsNorm(torch.rand(inputs, device=device), 1e-5) if norm else None
-    products = [bound(modules, one, normal, plan) for one in layers]
+    products = [bind_gemm(modules, one, normal, plan) for one in layers]
     out = [torch.empty(rows, width, device=device).half() for width in products[0].widths]
     residual = None if norm else out[0].clone()
 
@@ -101,9 +101,9 @@ def compile_ahead(modules: ModuleCache, model: dict[str, list[list[MmaWeight]]],
         normal = (
             RmsNorm(torch.ones(SHAPES[name][0], device=modules.device), 1e-5) if SHAPES[name][2] else None
         )
-        for number, plan in ((count, plan) for count in rows for plan in plans(count)):
+        for number, plan in ((count, plan) for count in rows for plan in tile_configs(count)):
             source = gemm_m64.SOURCE if isinstance(plan, TileConfigM64) else gemm.SOURCE
-            product = bound(modules, layers[0], normal, plan)
+            product = bind_gemm(modules, layers[0], normal, plan)
             needed.add((source, tuple(sorted(product.choices(number).items()))))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: compile_cached(one[0], one[1], device, modules.cache), needed))
@@ -119,7 +119,7 @@ def main() -> None:
     chosen = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     modules = ModuleCache(device, Path(gettempdir()) / "exlm-kernels")
-    roof = copy_speed(device)
+    roof = copy_bandwidth(device)
     stored, random = synthetic_format(chosen.form, chosen.bits), RandomTensors(1, device)
     model = {
         name: [[random_tiles(inputs, width, stored, random) for width in widths] for _ in range(LAYERS)]
@@ -136,7 +136,8 @@ def main() -> None:
             inputs, widths, norm = SHAPES[name]
             size = sum(stored.nbytes(inputs, width, False) for width in widths)
             times = {
-                plan: replayed(chain(modules, layers, norm, plan, rows)) / LAYERS for plan in plans(rows)
+                plan: replay_seconds(layer_chain(modules, layers, norm, plan, rows)) / LAYERS
+                for plan in tile_configs(rows)
             }
             plan = min(times, key=times.__getitem__)
             speed = size / times[plan]

@@ -20,16 +20,12 @@ import torch
 from benchmarks.synthetic import write_dense
 from exlm import Quality, find_model, quantize_model, validate_exl2
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import write_model_folder
 
-POSITIONS = 2048
-
-
-BEGINNINGS = ("calibrating", "writing", "judging the result")
+NAMED_AT_START = ("calibrating", "writing", "judging the result")
 """Phases that are reported when they begin; all others are reported when they end."""
 
 
-class Clock:
+class PhaseTimer:
     """Seconds of each phase; layers are one phase."""
 
     def __init__(self) -> None:
@@ -42,7 +38,7 @@ class Clock:
         name = " ".join(word for word in what.split(";")[0].split() if not word.isdigit())
         phase = self._open or name
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
-        self._last, self._open = now, name if name in BEGINNINGS else ""
+        self._last, self._open = now, name if name in NAMED_AT_START else ""
 
 
 def main() -> None:
@@ -55,17 +51,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--twice", action="store_true", help="quantise twice and require identical weights")
     args = parser.parse_args()
-    clock = Clock()
+    timer = PhaseTimer()
     with tempfile.TemporaryDirectory() as scratch:
-        source = find_model(args.model) if args.model else _made(Path(scratch) / "source", args.shape)
+        source = find_model(args.model) if args.model else _random_model(Path(scratch) / "source", args.shape)
         target = Path(scratch) / "model"
-        clock(0, 0, "making the source")
-        begun = time.perf_counter()
+        timer(0, 0, "making the source")
+        start = time.perf_counter()
         quality = quantize_model(
-            source, target, args.bits, rows=args.rows, device=args.device, progress=clock
+            source, target, args.bits, rows=args.rows, device=args.device, progress=timer
         )
-        seconds = time.perf_counter() - begun
-        clock(0, 0, "judging the result")
+        seconds = time.perf_counter() - start
+        timer(0, 0, "judging the result")
         wrong = validate_exl2(target)
         if args.twice:
             again = target.with_name("again")
@@ -73,15 +69,14 @@ def main() -> None:
             assert _weights(target) == _weights(again), "two runs made different weights"
     assert not wrong, wrong
     assert quality is not None
-    for name, spent in clock.phases.items():
+    for name, spent in timer.phases.items():
         print(f"{name:<22} {spent:8.1f} s")
     _show(quality, seconds, args.device)
 
 
-def _made(folder: Path, shape: str) -> Path:
+def _random_model(folder: Path, shape: str) -> Path:
     """A float16 model of random weights."""
-    write_dense(folder, SHAPES[shape])
-    return write_model_folder(folder, SHAPES[shape], POSITIONS)
+    return write_dense(folder, SHAPES[shape])
 
 
 def _weights(folder: Path) -> list[bytes]:

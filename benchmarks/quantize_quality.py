@@ -29,19 +29,21 @@ def main() -> None:
     parser.add_argument("--fixtures", type=Path, default=Path(__file__).parents[2] / "shared" / "fixtures")
     args = parser.parse_args()
     source, reference = args.fixtures / "tiny-lm", args.fixtures / "reference"
-    known = {one["name"]: one["ppl"] for one in json.loads((reference / "perplexity.json").read_text())}
+    reference_ppl = {
+        one["name"]: one["ppl"] for one in json.loads((reference / "perplexity.json").read_text())
+    }
     ids = load_file(reference / "heldout_ids.safetensors").popitem()[1].flatten()[:4096].view(8, 512).long()
     worse = False
     print("asked  bits    perplexity  reference  KL        top-1   seconds")
     for bits in args.bits:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with tempfile.TemporaryDirectory() as scratch:
             target = Path(scratch) / "model"
             quantize_model(source, target, bits, device=args.device, report=False)
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             assert not validate_exl2(target)
             found = evaluate_model(target, source, ids=ids, device=args.device)
-        bound = known[f"exl2-{bits}bpw"]
+        bound = reference_ppl[f"exl2-{bits}bpw"]
         worse |= found.perplexity > bound or found.bits > bits
         print(
             f"{bits:<6} {found.bits:<7.4f} {found.perplexity:<11.4f} {bound:<10.4f} {found.kl:<9.6f} "

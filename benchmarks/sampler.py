@@ -31,10 +31,12 @@ BATCHES = (1, 16, 64)
 VOCABULARIES = (32_000, 152_064)
 HISTORY = 1000
 SPREAD = 3.0  # standard deviation of the logits: as in real text, a few tokens have most of the probability
-SETS = 4  # sets of logits, used in turn so that none stays in L2
-LIKELY = 16  # likely tokens of each row
-CYCLES = 6000  # device cycles per microsecond of the host: makes the pause long enough to queue all steps
-SECONDS = 1.0  # measuring time for one cell on a CPU
+LOGIT_SETS = 4  # sets of logits, used in turn so that none stays in L2
+LIKELY_TOKENS = 16  # likely tokens of each row
+CYCLES_PER_MICROSECOND = 6000
+"""Device cycles in a microsecond of the host, with which the pause is long enough to queue all steps."""
+
+MEASURE_SECONDS = 1.0  # measuring time for one cell on a CPU
 
 CHAT: dict[str, Any] = {
     "temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.05, "token_repetition_penalty": 1.05,
@@ -58,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """The sampler settings to measure; the last also has a logit bias and disallowed tokens."""
-HOSTED = ("greedy", "chat", "top-p", "full kit")
+HOST_SETTINGS = ("greedy", "chat", "top-p", "full kit")
 
 
 class Cell(NamedTuple):
@@ -92,8 +94,8 @@ def make_rows(name: str, batch: int, vocabulary: int) -> list[SamplingRequest]:
 def _likely(batch: int, vocabulary: int) -> list[list[int]]:
     """The likely tokens of each row: few for each set of logits, so that sequences repeat themselves."""
     rng = Random(0)
-    few = [[rng.sample(range(vocabulary), LIKELY) for _ in range(batch)] for _ in range(SETS)]
-    return [[rng.choice(some) for some in few[turn % SETS]] for turn in range(1024 * SETS)]
+    likely = [[rng.sample(range(vocabulary), LIKELY_TOKENS) for _ in range(batch)] for _ in range(LOGIT_SETS)]
+    return [[rng.choice(tokens) for tokens in likely[turn % LOGIT_SETS]] for turn in range(1024 * LOGIT_SETS)]
 
 
 class Steps:
@@ -102,33 +104,34 @@ class Steps:
     def __init__(self, name: str, batch: int, vocabulary: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
         self.logits = [
-            (torch.randn(batch, vocabulary, generator=generator) * SPREAD).to(device) for _ in range(SETS)
+            (torch.randn(batch, vocabulary, generator=generator) * SPREAD).to(device)
+            for _ in range(LOGIT_SETS)
         ]
         self.rows = make_rows(name, batch, vocabulary)
         self.sampler = Sampler(vocab_size=vocabulary)
         self.taken, self.vocabulary = 0, vocabulary
         self.likely = _likely(batch, vocabulary)
 
-    def turn(self) -> Tensor:
+    def next_logits(self) -> Tensor:
         """The next logits."""
         self.taken += 1
-        return self.logits[self.taken % SETS]
+        return self.logits[self.taken % LOGIT_SETS]
 
     def sample(self) -> None:
         """Sample without fetching the tokens."""
-        self.sampler.launch(self.turn(), self.rows)
+        self.sampler.launch(self.next_logits(), self.rows)
         for row, token in zip(self.rows, self.likely[self.taken % len(self.likely)], strict=True):
             row.state.accept(token)
 
     def step(self) -> None:
         """Sample, fetch the tokens, append them."""
-        tokens = self.sampler.sample_batch(self.turn(), self.rows).tokens
+        tokens = self.sampler.sample_batch(self.next_logits(), self.rows).tokens
         for row, token in zip(self.rows, tokens, strict=True):
             row.state.accept(token)
 
     def draw(self) -> Tensor:
         """Multinomial sampling without fetching."""
-        return torch.multinomial(torch.softmax(self.turn(), -1), 1)
+        return torch.multinomial(torch.softmax(self.next_logits(), -1), 1)
 
     def unit(self) -> None:
         """Multinomial sampling, with the tokens fetched."""
@@ -154,7 +157,7 @@ def timed_on_device(work: Callable[[], object], longest: float, count: int = 20)
     results: list[float] = []
     for _ in range(5):
         begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        cuda._sleep(int(CYCLES * longest * count))
+        cuda._sleep(int(CYCLES_PER_MICROSECOND * longest * count))
         begin.record()
         for _ in range(count):
             work()
@@ -168,7 +171,7 @@ def measure(name: str, batch: int, vocabulary: int, device: torch.device) -> Cel
     """Measure one kind of settings at one shape."""
     steps = Steps(name, batch, vocabulary, device)
     on_gpu = device.type == "cuda"
-    seconds = SECONDS / 4 if on_gpu else SECONDS
+    seconds = MEASURE_SECONDS / 4 if on_gpu else MEASURE_SECONDS
     unit, step = timed(steps.unit, seconds / 2), timed(steps.step, seconds)
     busy: tuple[float, float] | tuple[None, None] = (None, None)
     if on_gpu:
@@ -183,7 +186,7 @@ def measure_host(name: str, batch: int, vocabulary: int) -> float:
         patch.object(gpu_kernels, "has_kernels_for", lambda device: True),
         patch.object(KernelLaunch, "__call__", lambda *args: None),
     ):
-        return timed(Steps(name, batch, vocabulary, torch.device("cpu")).sample, SECONDS)
+        return timed(Steps(name, batch, vocabulary, torch.device("cpu")).sample, MEASURE_SECONDS)
 
 
 def show_host(console: Console, batches: list[int]) -> None:
@@ -191,7 +194,7 @@ def show_host(console: Console, batches: list[int]) -> None:
     table = Table(title=f"µs per step, the host alone, without launches; histories of {HISTORY} tokens")
     for title in ("settings", *map(str, batches)):
         table.add_column(title, justify="left" if title == "settings" else "right")
-    for name in HOSTED:
+    for name in HOST_SETTINGS:
         with console.status(name):
             table.add_row(name, *(f"{measure_host(name, batch, VOCABULARIES[0]):.0f}" for batch in batches))
     console.print(table)

@@ -171,9 +171,9 @@ def arrivals(traffic: Traffic) -> list[Request]:
 
 
 def simulate(requests: Sequence[Request], speed: Speed, fleet: Fleet) -> list[Request]:
-    """The requests, with what became of them."""
+    """The requests with the outcome of each."""
     done = [replace(request) for request in requests]
-    fleet_now = [Replica(fleet, speed) for _ in range(fleet.replicas)]
+    replicas = [Replica(fleet, speed) for _ in range(fleet.replicas)]
     table = PrefixAffinity(fleet.slack)
     events = [(request.arrival + speed.overhead / 2, number, -1) for number, request in enumerate(done)]
     heapq.heapify(events)
@@ -181,21 +181,21 @@ def simulate(requests: Sequence[Request], speed: Speed, fleet: Fleet) -> list[Re
     while events:
         now, number, place = heapq.heappop(events)
         if place < 0:
-            place = done[number].replica = _chosen(table, done[number], fleet_now, fleet.aware)
-            fleet_now[place].waiting.append(done[number])
+            place = done[number].replica = _route(table, done[number], replicas, fleet.aware)
+            replicas[place].waiting.append(done[number])
             if place in busy:
                 continue
             busy.add(place)
-        elif not fleet_now[place].load:
+        elif not replicas[place].load:
             busy.discard(place)
             continue
-        heapq.heappush(events, (fleet_now[place].step(now), len(done) + place, place))
+        heapq.heappush(events, (replicas[place].step(now), len(done) + place, place))
     for request in done:
         request.ended += speed.overhead / 2
     return done
 
 
-def _chosen(table: PrefixAffinity, request: Request, replicas: Sequence[Replica], aware: bool) -> int:
+def _route(table: PrefixAffinity, request: Request, replicas: Sequence[Replica], aware: bool) -> int:
     blocks = (b"%d" % request.topic,) if aware else ()
     loads = {str(place): one.load for place, one in enumerate(replicas)}
     first = table.rank(blocks or (b"%f" % request.arrival,), loads)[0]
@@ -203,14 +203,14 @@ def _chosen(table: PrefixAffinity, request: Request, replicas: Sequence[Replica]
     return int(first)
 
 
-def outcome(requests: Sequence[Request]) -> Outcome:
-    """Figures of requests that are done."""
+def summarize(requests: Sequence[Request]) -> Outcome:
+    """The throughput, times and cache hits of completed requests."""
     span = max(request.ended for request in requests) - min(request.arrival for request in requests)
     waits = sorted(request.started - request.arrival for request in requests)
     times = sorted(request.ended - request.arrival for request in requests)
-    homes: dict[int, list[int]] = {}
+    replicas: dict[int, list[int]] = {}
     for request in requests:
-        homes.setdefault(request.topic, []).append(request.replica)
+        replicas.setdefault(request.topic, []).append(request.replica)
     return Outcome(
         len(requests) / span,
         sum(request.made for request in requests) / span,
@@ -219,11 +219,11 @@ def outcome(requests: Sequence[Request]) -> Outcome:
         statistics.median(times),
         times[int(0.95 * (len(times) - 1))],
         sum(request.cached for request in requests) / sum(request.prompt for request in requests),
-        sum(max(map(home.count, {*home})) for home in homes.values()) / len(requests),
+        sum(max(map(of_topic.count, {*of_topic})) for of_topic in replicas.values()) / len(requests),
     )
 
 
-def table(columns: dict[str, Outcome]) -> str:
+def outcome_table(columns: dict[str, Outcome]) -> str:
     """Outcomes side by side."""
     units = {"throughput": "requests/s", "tokens": "tokens/s", "hits": "of 1", "together": "of 1"}
     lines = ["".join(["".ljust(26), *(name.rjust(14) for name in columns)])]
@@ -235,7 +235,7 @@ def table(columns: dict[str, Outcome]) -> str:
     return "\n".join(lines)
 
 
-def chosen(kind: type[T], given: Mapping[str, Any]) -> T:
+def options_of(kind: type[T], given: Mapping[str, Any]) -> T:
     """Those of the options that are fields of a kind."""
     return kind(**{name: value for name, value in given.items() if name in kind.__dataclass_fields__})
 
@@ -250,18 +250,18 @@ def main() -> None:
             parser.add_argument(f"--{one.name}", type=type(one.default), default=one.default)
     parser.add_argument("--check", metavar="MODEL", help="measure a real cluster too, and use its speed")
     given = vars(parser.parse_args())
-    traffic, speed, fleet = chosen(Traffic, given), chosen(Speed, given), chosen(Fleet, given)
+    traffic, speed, fleet = options_of(Traffic, given), options_of(Speed, given), options_of(Fleet, given)
     if given["check"]:
         from benchmarks.traffic_check import check
 
         print(check(given["check"], traffic, fleet))
         return
-    asked = arrivals(traffic)
+    requests = arrivals(traffic)
     print(
-        table(
+        outcome_table(
             {
-                "prefix-aware": outcome(simulate(asked, speed, fleet)),
-                "least busy": outcome(simulate(asked, speed, replace(fleet, aware=False))),
+                "prefix-aware": summarize(simulate(requests, speed, fleet)),
+                "least busy": summarize(simulate(requests, speed, replace(fleet, aware=False))),
             }
         )
     )

@@ -18,14 +18,14 @@ from typing import Any
 from exlm.scale import ClusterConfig, Service, cluster, deploy, import_ray
 from exlm.serve import ModelSpec, listen
 
-from .traffic import Fleet, Request, Speed, Traffic, arrivals, outcome, simulate, table
+from .traffic import Fleet, Request, Speed, Traffic, arrivals, outcome_table, simulate, summarize
 
 WORDS = ["river", "town", "stone", "winter", "garden", "letter", "morning", "bridge", "island", "forest"]
 NAME = "check"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Reply:
     """The response to a real request, and its time."""
 
     reply: dict[str, Any]
@@ -54,68 +54,72 @@ def check(model: str, traffic: Traffic, fleet: Fleet) -> str:
     with cluster():
         deploy(Service(listing, cluster=shape), port=port)
         try:
-            ask = asker(port)
-            speed = measured(ask, traffic, fleet)
-            real = performed(ask, traffic)
+            ask = client(port)
+            speed = measure_speed(ask, traffic, fleet)
+            real = run_traffic(ask, traffic)
         finally:
             import_ray("serve").shutdown()
-    told = f"measured: {speed.prefill:.0f} tokens/s of prompts, {speed.step * 1e3:.1f} ms a step and "
-    told += f"{speed.row * 1e3:.2f} ms a row, {speed.overhead * 1e3:.1f} ms on the way"
-    asked = [replace(one, cached=0, made=0, started=0.0, first=0.0, ended=0.0) for one in real]
-    return f"{told}\n{table({'simulated': outcome(simulate(asked, speed, fleet)), 'real': outcome(real)})}"
+    speeds = f"measured: {speed.prefill:.0f} tokens/s of prompts, {speed.step * 1e3:.1f} ms a step and "
+    speeds += f"{speed.row * 1e3:.2f} ms a row, {speed.overhead * 1e3:.1f} ms on the way"
+    requests = [replace(one, cached=0, made=0, started=0.0, first=0.0, ended=0.0) for one in real]
+    outcomes = {"simulated": summarize(simulate(requests, speed, fleet)), "real": summarize(real)}
+    return f"{speeds}\n{outcome_table(outcomes)}"
 
 
-def asker(port: int) -> Callable[[str, int], Asked]:
-    """What sends a prompt and waits for so many tokens."""
+def client(port: int) -> Callable[[str, int], Reply]:
+    """A function that sends a prompt and waits for its completion."""
 
-    def ask(prompt: str, new: int) -> Asked:
-        line = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    def ask(prompt: str, new: int) -> Reply:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         body = {"prompt": prompt, "max_tokens": new, "temperature": 0}
         start = time.perf_counter()
-        line.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = line.getresponse()
-        reply = json.loads(answer.read())
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        reply = json.loads(response.read())
         seconds = time.perf_counter() - start
-        line.close()
-        if answer.status != 200:
+        connection.close()
+        if response.status != 200:
             raise SystemExit(f"The cluster refused a request: {reply}")
-        return Asked(reply, answer.headers["x-exlm-replica"], seconds)
+        return Reply(reply, response.headers["x-exlm-replica"], seconds)
 
     return ask
 
 
 def text(kind: str, number: int, tokens: int) -> str:
-    """Words that begin like no others'; about as many as tokens."""
+    """Words with a start that no other text shares; about one for each token."""
     return " ".join([kind, str(number), *(WORDS[(number + place * place) % 10] for place in range(tokens))])
 
 
-def measured(ask: Callable[[str, int], Asked], traffic: Traffic, fleet: Fleet) -> Speed:
+def measure_speed(ask: Callable[[str, int], Reply], traffic: Traffic, fleet: Fleet) -> Speed:
     """A replica's speed while all of them work: with one request each, and with several."""
 
-    def crowd(each: int, kind: str) -> list[Asked]:
+    def run_concurrently(each: int, kind: str) -> list[Reply]:
         count = each * fleet.replicas
         with ThreadPoolExecutor(count) as pool:
             prompts = [text(kind, number, traffic.shared) for number in range(count)]
             return list(pool.map(ask, prompts, [traffic.new] * count))
 
-    crowd(1, "warm")
-    few, several = [*crowd(1, "one"), *crowd(1, "two"), *crowd(1, "three")], crowd(4, "four")
-    reads = [(one.read[0] - one.read[1]) / one.timings["prompt_seconds"] for one in few]
+    run_concurrently(1, "warm")
+    single, several = (
+        [*run_concurrently(1, "one"), *run_concurrently(1, "two"), *run_concurrently(1, "three")],
+        run_concurrently(4, "four"),
+    )
+    reads = [(one.read[0] - one.read[1]) / one.timings["prompt_seconds"] for one in single]
     step, crowded = (
         statistics.median(
-            one.timings["generation_seconds"] / one.reply["usage"]["completion_tokens"] for one in some
+            one.timings["generation_seconds"] / one.reply["usage"]["completion_tokens"] for one in replies
         )
-        for some in (few, several)
+        for replies in (single, several)
     )
-    ways = [
+    overheads = [
         one.seconds - sum(one.timings[f"{phase}_seconds"] for phase in ("queue", "prompt", "generation"))
-        for one in few
+        for one in single
     ]
-    return Speed(statistics.median(reads), step, max(0.0, (crowded - step) / 3), max(0.0, min(ways)))
+    return Speed(statistics.median(reads), step, max(0.0, (crowded - step) / 3), max(0.0, min(overheads)))
 
 
-def performed(ask: Callable[[str, int], Asked], traffic: Traffic) -> list[Request]:
-    """The requests of some traffic, at their moments, and what became of them; with their true lengths."""
+def run_traffic(ask: Callable[[str, int], Reply], traffic: Traffic) -> list[Request]:
+    """Send the requests of some traffic at their times; returns them with their outcomes and true lengths."""
     begin = time.perf_counter()
     names: dict[str, int] = {}
 

@@ -22,7 +22,7 @@ from pathlib import Path
 TAIL_LINES = 25
 """How many lines of a failed process's output the error message shows."""
 
-WHERE = "import exlm; print(exlm.__file__)"
+FIND_EXLM = "import exlm; print(exlm.__file__)"
 
 
 class CompareError(Exception):
@@ -85,7 +85,7 @@ class Checkout:
 
     def check(self, timeout: float) -> None:
         """Refuse a tree whose processes would import exlm from somewhere else."""
-        command = [sys.executable, "-c", WHERE]
+        command = [sys.executable, "-c", FIND_EXLM]
         lines = self.run(command, timeout).strip().splitlines()
         found = Path(lines[-1]) if lines else Path()
         if not found.resolve().is_relative_to((self.folder / "src").resolve()):
@@ -99,28 +99,28 @@ class Checkout:
 
 
 @contextmanager
-def opened(name: str, given: str, repository: Path) -> Iterator[Checkout]:
+def open_checkout(name: str, folder_or_revision: str, repository: Path) -> Iterator[Checkout]:
     """The checkout that an argument names: a folder, or a revision of the repository.
 
     A revision is unpacked into a temporary folder, which is removed at the end.
     """
-    folder = Path(given).expanduser()
-    if given and (folder / "src" / "exlm").is_dir():
-        yield Checkout(name, folder.resolve(), _described(folder))
+    folder = Path(folder_or_revision).expanduser()
+    if folder_or_revision and (folder / "src" / "exlm").is_dir():
+        yield Checkout(name, folder.resolve(), _revision(folder))
         return
-    commit = _commit(given, repository)
+    commit = _commit(folder_or_revision, repository)
     if commit is None:
         raise CompareError(
-            f"{given!r} is neither a folder with src/exlm in it nor a revision of {repository}."
+            f"{folder_or_revision!r} is neither a folder with src/exlm in it nor a revision of {repository}."
         )
     with tempfile.TemporaryDirectory(prefix=f"exlm-{name}-") as temporary:
-        packed = _git(repository, "archive", "--format=tar", commit)
-        if packed is None:
-            raise CompareError(f"git could not unpack {given} ({commit}) of {repository}.")
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive_bytes = _git(repository, "archive", "--format=tar", commit)
+        if archive_bytes is None:
+            raise CompareError(f"git could not unpack {folder_or_revision} ({commit}) of {repository}.")
+        with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as archive:
             archive.extractall(temporary, filter="data")
         if not (Path(temporary) / "src" / "exlm").is_dir():
-            raise CompareError(f"{given} ({commit}) has no src/exlm.")
+            raise CompareError(f"{folder_or_revision} ({commit}) has no src/exlm.")
         yield Checkout(name, Path(temporary).resolve(), commit)
 
 
@@ -129,7 +129,7 @@ def _commit(revision: str, repository: Path) -> str | None:
     return None if found is None else found.decode().strip()
 
 
-def _described(folder: Path) -> str:
+def _revision(folder: Path) -> str:
     """The commit of a folder that is the top of a git work tree."""
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top is None or Path(top.decode().strip()).resolve() != folder.resolve():
@@ -141,7 +141,7 @@ def _described(folder: Path) -> str:
 def _git(folder: Path, *arguments: str) -> bytes | None:
     """What a git command prints; None if it fails or there is no git."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
+        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
     except OSError:
         return None
-    return done.stdout if done.returncode == 0 else None
+    return result.stdout if result.returncode == 0 else None

@@ -21,8 +21,8 @@ def main(file: Path) -> None:
     torch.set_num_threads(1)
     found = []
     for case in CASES:
-        turns = measure(case, 61)
-        found.append({"batch": case.rows, "ratio": median(step / unit for step, unit in turns)})
+        repeats = measure(case, 61)
+        found.append({"batch": case.rows, "ratio": median(step / unit for step, unit in repeats)})
     file.write_text(json.dumps(found))
 
 

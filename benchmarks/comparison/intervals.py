@@ -4,7 +4,7 @@ The interval is a percentile bootstrap of the ratio of the medians. Rounds are r
 of a round together, so what slows the machine down for a whole round cancels. In simulations (2 % noise; the
 same with 15 % outliers of 10 %; the same with 10 % drift from round to round) it held the true ratio in 93 to
 95 % of cases for 7 rounds and in 95 to 99 % for 15, where the bootstrap of the median of the rounds' own
-ratios held it in 87 to 92 %. Three rounds give 75 %, five 93 %: below `FEWEST` nothing is decided.
+ratios held it in 87 to 92 %. Three rounds give 75 %, five 93 %: below `MIN_ROUNDS` nothing is decided.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-FEWEST = 5
+MIN_ROUNDS = 5
 """Fewest rounds for a verdict."""
 
 METHOD = (
@@ -68,7 +68,7 @@ def verdict(found: Ratio, better: Literal["higher", "lower"], bound: float) -> V
     `undecided` means that the interval holds both answers, or that there are too few rounds. A candidate that
     is better is within any bound.
     """
-    if found.rounds < FEWEST:
+    if found.rounds < MIN_ROUNDS:
         return "undecided"
     # `worst` and `best` are how many times as much time, at most and at least, the candidate takes.
     best, worst = (found.low, found.high) if better == "lower" else (1 / found.high, 1 / found.low)

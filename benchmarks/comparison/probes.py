@@ -18,7 +18,7 @@ from .checkouts import Checkout, CompareError
 SUITES = ("host", "cpu", "gpu", "load", "serve", "sampler")
 
 HOST, CPU, GPU_DECODE, GPU_PROMPT, LOAD, SERVE, SAMPLER = 0.05, 0.05, 0.02, 0.05, 0.05, 0.05, 0.05
-"""By which factor the candidate may be worse."""
+"""The share by which the candidate may be worse."""
 
 HERE = Path(__file__).parent
 GGUF_NAME, CHAT_NAME = "llama-1.1b.Q4_K_M.gguf", "chat"
@@ -99,26 +99,26 @@ def read_host(file: Path) -> Readings:
 
 def _cpu(setup: Setup) -> list[Probe]:
     file = setup.models / GGUF_NAME
-    asked = ["--device", "cpu", "--context", "32", "--prompt", "512", "--tokens", "64"]
-    asked += ["--threads", str(setup.threads)] if setup.threads is not None else []
+    options = ["--device", "cpu", "--context", "32", "--prompt", "512", "--tokens", "64"]
+    options += ["--threads", str(setup.threads)] if setup.threads is not None else []
     return [
         _bench(
             "cpu",
             "SmolLM2-135M shape, Q4_1, CPU",
-            ["--shape", "smollm2-135m", "--format", "gguf", "--batch", "1,8", *asked],
+            ["--shape", "smollm2-135m", "--format", "gguf", "--batch", "1,8", *options],
             (CPU, CPU),
         ),
         replace(
-            _bench("cpu", "1.1B Q4_K_M, CPU", [str(file), "--batch", "1", *asked], (CPU, CPU)),
+            _bench("cpu", "1.1B Q4_K_M, CPU", [str(file), "--batch", "1", *options], (CPU, CPU)),
             prepare=lambda: _write(setup, GGUF_NAME),
         ),
     ]
 
 
 def _gpu(setup: Setup) -> list[Probe]:
-    asked = ["--device", "cuda", "--shape", "llama-2-7b", "--format", "exl2", "--cache", "fp16,q4"]
-    asked += ["--batch", "1,8,32,64", "--context", "512,8000", "--prompt", "2048", "--tokens", "256"]
-    return [_bench("gpu", "7B EXL2, GPU", asked, (GPU_PROMPT, GPU_DECODE))]
+    options = ["--device", "cuda", "--shape", "llama-2-7b", "--format", "exl2", "--cache", "fp16,q4"]
+    options += ["--batch", "1,8,32,64", "--context", "512,8000", "--prompt", "2048", "--tokens", "256"]
+    return [_bench("gpu", "7B EXL2, GPU", options, (GPU_PROMPT, GPU_DECODE))]
 
 
 def _bench(suite: str, name: str, arguments: Sequence[str], bounds: tuple[float, float]) -> Probe:
@@ -154,13 +154,13 @@ def _load(setup: Setup) -> list[Probe]:
     # It writes the files unless they are there; without turns it measures nothing.
     write = [sys.executable, "-m", "benchmarks.first_token", "--folder", str(folder), "--shape", shape]
     write += ["--device", "cpu", "--turns", "0"]
-    asked = [str(folder), "--device", setup.device, "--batch", "1", "--context", "64", "--prompt", "64"]
+    options = [str(folder), "--device", setup.device, "--batch", "1", "--context", "64", "--prompt", "64"]
     return [
         Probe(
             "load",
             f"{name} files, {setup.device}",
             lambda checkout, out: [
-                *(sys.executable, "-m", "exlm", "bench", *asked, "--tokens", "8", "--json", str(out))
+                *(sys.executable, "-m", "exlm", "bench", *options, "--tokens", "8", "--json", str(out))
             ],
             lambda file: read_load(file, f"{name} files, {setup.device}"),
             lambda: setup.base.run(write, setup.timeout),
@@ -204,12 +204,14 @@ def read_serve(file: Path) -> Readings:
 
 
 def _sampler(setup: Setup) -> list[Probe]:
-    asked = ["--device", setup.device, "--batches", "1", "16", "--vocabularies", "32000"]
+    options = ["--device", setup.device, "--batches", "1", "16", "--vocabularies", "32000"]
     return [
         Probe(
             "sampler",
             f"sampler, {setup.device}",
-            lambda checkout, out: [*(sys.executable, "-m", "benchmarks.sampler", *asked, "--json", str(out))],
+            lambda checkout, out: [
+                *(sys.executable, "-m", "benchmarks.sampler", *options, "--json", str(out))
+            ],
             lambda file: read_sampler(file, setup.device),
         )
     ]

@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Any
 
 HOST = "127.0.0.1"
-STARTING, ANSWERING = (
-    180.0,
-    60.0,
-)  # timeouts in seconds: for the server to start, for the next bytes of an answer
+START_TIMEOUT, READ_TIMEOUT = 180.0, 60.0  # seconds
 TOKENS = 32
-WARM = 8  # warm-up requests of each client
+WARMUP_REQUESTS = 8  # of each client
 CASES = ((1, 60), (8, 30))
 """(concurrent clients, timed requests of each)"""
 
@@ -39,7 +36,7 @@ def main(model: str, device: str, file: Path) -> None:
         _wait(server, port)
         found: list[dict[str, Any]] = []
         for clients, requests in CASES:
-            _rate(port, clients, WARM)
+            _rate(port, clients, WARMUP_REQUESTS)
             found.append({"clients": clients, "tokens": TOKENS, "rate": _rate(port, clients, requests)})
         file.write_text(json.dumps(found))
     finally:
@@ -59,38 +56,38 @@ def _free_port() -> int:
 
 def _wait(server: subprocess.Popen[bytes], port: int) -> None:
     """Wait until the server lists its model."""
-    deadline = time.monotonic() + STARTING
+    deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if server.poll() is not None:
             raise SystemExit(f"exlm serve ended with status {server.returncode} before it answered.")
-        line = http.client.HTTPConnection(HOST, port, timeout=ANSWERING)
+        connection = http.client.HTTPConnection(HOST, port, timeout=READ_TIMEOUT)
         try:
-            line.request("GET", "/v1/models")
-            if line.getresponse().status == 200:
+            connection.request("GET", "/v1/models")
+            if connection.getresponse().status == 200:
                 return
         except OSError:
             pass
         finally:
-            line.close()
+            connection.close()
         time.sleep(0.05)
-    raise SystemExit(f"exlm serve did not answer within {STARTING:g} seconds.")
+    raise SystemExit(f"exlm serve did not answer within {START_TIMEOUT:g} seconds.")
 
 
 def _rate(port: int, clients: int, requests: int) -> float:
     """Requests per second with so many clients, each of which sends so many."""
     failed: list[str] = []
 
-    def ask(client: int) -> None:
-        line = http.client.HTTPConnection(HOST, port, timeout=ANSWERING)
+    def run_client(client: int) -> None:
+        connection = http.client.HTTPConnection(HOST, port, timeout=READ_TIMEOUT)
         try:
             for number in range(requests):
-                _ask(line, f"Client {client} asks question {number}: what is the next word?")
+                _send_chat(connection, f"Client {client} asks question {number}: what is the next word?")
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             failed.append(f"{type(error).__name__}: {error}")
         finally:
-            line.close()
+            connection.close()
 
-    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
+    threads = [threading.Thread(target=run_client, args=(client,)) for client in range(clients)]
     start = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -102,7 +99,7 @@ def _rate(port: int, clients: int, requests: int) -> float:
     return clients * requests / seconds
 
 
-def _ask(line: http.client.HTTPConnection, text: str) -> None:
+def _send_chat(connection: http.client.HTTPConnection, text: str) -> None:
     """Send one streamed chat and read the answer to its end."""
     body = {
         "model": "chat",
@@ -112,14 +109,14 @@ def _ask(line: http.client.HTTPConnection, text: str) -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    line.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-    reply = line.getresponse()
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    reply = connection.getresponse()
     events = [event.removeprefix("data: ") for event in reply.read().decode().split("\n\n") if event]
     if reply.status != 200 or events[-1] != "[DONE]":
         raise ValueError(f"status {reply.status}, {events[-1][:400]}")
-    made = json.loads(events[-2])["usage"]["completion_tokens"]
-    if made != TOKENS:
-        raise ValueError(f"an answer has {made} tokens instead of {TOKENS}")
+    tokens = json.loads(events[-2])["usage"]["completion_tokens"]
+    if tokens != TOKENS:
+        raise ValueError(f"an answer has {tokens} tokens instead of {TOKENS}")
 
 
 if __name__ == "__main__":

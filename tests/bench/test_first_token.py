@@ -7,32 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.first_token import Tally, Timeline, started, warm, write
+from benchmarks.first_token import CallTimer, Timeline, read_into_page_cache, run_process
+from benchmarks.synthetic import write_exl2
+from exlm.bench.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_fresh_process_generates_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write(tmp_path / "model", "tiny", 4.1)
+    folder = write_exl2(tmp_path / "model", SHAPES["tiny"], shared_layers=True)
     files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert write(folder, "tiny", 4.1) == folder
+    assert write_exl2(folder, SHAPES["tiny"], shared_layers=True) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files
-    assert warm(folder) == sum(path.stat().st_size for path in files)
+    assert read_into_page_cache(folder) == sum(path.stat().st_size for path in files)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", f"src{os.pathsep}.")
     monkeypatch.setenv("EXLM_CPU", "0")  # nothing is compiled
-    told = started(folder, "cpu")
-    assert told["total"] == pytest.approx(sum(told["times"].values()))
-    assert [*told["times"]][:3] == ["interpreter", "import torch", "import exlm"]
-    assert {"layers", "prompt, first token"} < {*told["times"]}
-    assert all(seconds > 0 for seconds in told["in threads"].values())
+    timeline = run_process(folder, "cpu")
+    assert timeline["total"] == pytest.approx(sum(timeline["times"].values()))
+    assert [*timeline["times"]][:3] == ["interpreter", "import torch", "import exlm"]
+    assert {"layers", "prompt, first token"} < {*timeline["times"]}
+    assert all(seconds > 0 for seconds in timeline["in threads"].values())
 
 
 def test_phases_of_a_timeline_add_up() -> None:
-    times, tally = Timeline(0.0), Tally()
+    times, calls = Timeline(0.0), CallTimer()
     for name in "aba":
         times.mark(name)
     assert times.total == pytest.approx(sum(times.seconds.values()))
     assert [*times.seconds] == ["a", "b"]
-    assert tally.around("sum", sum)([1, 2]) == 3
-    assert [*tally.seconds] == ["sum"]
+    assert calls.wrap("sum", sum)([1, 2]) == 3
+    assert [*calls.seconds] == ["sum"]

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare
-from benchmarks.comparison.checkouts import Checkout, ChildFailed, CompareError, opened
+from benchmarks.comparison.checkouts import Checkout, ChildFailed, CompareError, open_checkout
 from benchmarks.comparison.probes import Probe, Readings, Row
 from tests.conftest import ROOT
 
 ROW = Row("speed", "tok/s", "higher", 0.05)
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
-NOTE = """
+LOGGING_SCRIPT = """
 import json, os, pathlib, sys
 log, out, name = sys.argv[1:]
 with open(log, "a") as file:
@@ -28,7 +28,7 @@ with open(log, "a") as file:
 count = len(pathlib.Path(log).read_text().splitlines())
 pathlib.Path(out).write_text(json.dumps(count))
 """
-"""Notes who it is in a log, and measures how many processes there were so far."""
+"""Appends its name, folder and process id to a log; measures how many processes there were so far."""
 
 
 def tree(folder: Path, package: str = "") -> Path:
@@ -44,14 +44,16 @@ def pair(tmp_path: Path) -> tuple[Checkout, Checkout]:
     return first, second
 
 
-def noting(log: Path, name: str) -> Probe:
+def logging_probe(log: Path, name: str) -> Probe:
     def read(file: Path) -> Readings:
         return {Row(name, "tok/s", "higher", 0.05): float(json.loads(file.read_text()))}
 
-    return Probe("fake", name, lambda _, out: [sys.executable, "-c", NOTE, str(log), str(out), name], read)
+    return Probe(
+        "fake", name, lambda _, out: [sys.executable, "-c", LOGGING_SCRIPT, str(log), str(out), name], read
+    )
 
 
-def running(source: str) -> Probe:
+def script_probe(source: str) -> Probe:
     """A probe whose processes run this; OUT is the file to write."""
 
     def command(checkout: Checkout, out: Path) -> list[str]:
@@ -63,7 +65,7 @@ def running(source: str) -> Probe:
 def has_ended(process: int) -> bool:
     """Whether a process ends within some time; what is left of it is a zombie at most."""
     status = Path(f"/proc/{process}/stat")
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         try:
             if status.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -77,39 +79,39 @@ def has_ended(process: int) -> bool:
 def test_fresh_processes_alternate_and_the_first_round_is_not_counted(
     pair: tuple[Checkout, Checkout], tmp_path: Path
 ) -> None:
-    log, told, kept = tmp_path / "log", [], []
+    log, progress, rounds = tmp_path / "log", [], []
     base = pair[0]
-    samples = compare.measured(
+    samples = compare.measure(
         pair,
-        [noting(log, "a"), noting(log, "b")],
+        [logging_probe(log, "a"), logging_probe(log, "b")],
         3,
-        PATIENCE,
-        told.append,
-        lambda samples: kept.append({row.name: (*map(tuple, values),) for row, values in samples.items()}),
+        TIMEOUT,
+        progress.append,
+        lambda samples: rounds.append({row.name: (*map(tuple, values),) for row, values in samples.items()}),
     )
-    noted = [json.loads(line) for line in log.read_text().splitlines()]
-    assert len({process for *_, process in noted}) == len(noted) == 16
-    assert [(name, cwd == str(base.folder)) for name, cwd, *_ in noted] == [
+    logged = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len({process for *_, process in logged}) == len(logged) == 16
+    assert [(name, cwd == str(base.folder)) for name, cwd, *_ in logged] == [
         *(("a", False), ("a", True), ("b", False), ("b", True)),  # the warm-up
         *(("a", True), ("a", False), ("b", True), ("b", False)),
         *(("a", False), ("a", True), ("b", False), ("b", True)),
         *(("a", True), ("a", False), ("b", True), ("b", False)),
     ]
-    assert all(path == f"{cwd}/src" for _, cwd, path, _ in noted)
+    assert all(path == f"{cwd}/src" for _, cwd, path, _ in logged)
     by_name = {row.name: values for row, values in samples.items()}
     assert by_name == {"a": ([5, 10, 13], [6, 9, 14]), "b": ([7, 12, 15], [8, 11, 16])}
-    assert told[:2] == ["warm-up: candidate, a", "warm-up: base, a"]
-    assert told[-1] == "round 3 of 3: candidate, b"
-    assert len(told) == 16
-    assert kept[0] == {"a": ((5,), (6,)), "b": ((7,), (8,))}
-    assert len(kept) == 3
+    assert progress[:2] == ["warm-up: candidate, a", "warm-up: base, a"]
+    assert progress[-1] == "round 3 of 3: candidate, b"
+    assert len(progress) == 16
+    assert rounds[0] == {"a": ((5,), (6,)), "b": ((7,), (8,))}
+    assert len(rounds) == 3
 
 
 def test_a_process_that_fails_is_named_with_the_end_of_its_output(pair: tuple[Checkout, Checkout]) -> None:
     base, candidate = pair
-    probe = running("for i in range(100): print('line', i)\nraise SystemExit('out of luck')")
+    probe = script_probe("for i in range(100): print('line', i)\nraise SystemExit('out of luck')")
     with pytest.raises(ChildFailed) as failed:
-        compare.measured((base, candidate), [probe], 1, PATIENCE)
+        compare.measure((base, candidate), [probe], 1, TIMEOUT)
     text = str(failed.value)
     assert text.startswith(f"A process of the candidate {candidate.folder} ended with status 1.\n")
     assert f"command: {sys.executable} -c " in text
@@ -129,7 +131,7 @@ def test_a_process_that_takes_too_long_is_killed_with_its_children(
         "print('begun', flush=True)\ntime.sleep(600)"
     )
     with pytest.raises(ChildFailed, match=r"did not end within 3 seconds\.\n(.|\n)*begun"):
-        compare.reading(running(source), pair[0], 3.0)
+        compare.run_probe(script_probe(source), pair[0], 3.0)
     assert has_ended(int(child.read_text()))
 
 
@@ -138,7 +140,7 @@ def test_a_process_that_measures_nothing_is_told(pair: tuple[Checkout, Checkout]
 
     probe = Probe("host", "fake", lambda *_: [sys.executable, "-c", ""], read_host)
     with pytest.raises(CompareError, match="left no result"):
-        compare.reading(probe, pair[0], PATIENCE)
+        compare.run_probe(probe, pair[0], TIMEOUT)
 
 
 def test_checkouts_that_measure_different_things_are_told_at_once(pair: tuple[Checkout, Checkout]) -> None:
@@ -147,18 +149,18 @@ def test_checkouts_that_measure_different_things_are_told_at_once(pair: tuple[Ch
         return {Row(f"speed of {name}", "tok/s", "higher", 0.05): 1.0, ROW: 1.0}
 
     source = "import os, pathlib; pathlib.Path(OUT).write_text(os.getcwd())"
-    probe = Probe("fake", "fake", running(source).command, read)
+    probe = Probe("fake", "fake", script_probe(source).command, read)
     with pytest.raises(CompareError, match=r"only one .* speed of base; speed of candidate"):
-        compare.measured(pair, [probe], 1, PATIENCE)
+        compare.measure(pair, [probe], 1, TIMEOUT)
 
 
 def test_a_tree_whose_exlm_comes_from_elsewhere_is_refused(tmp_path: Path) -> None:
     good, bad = tree(tmp_path / "good"), tmp_path / "bad"
-    Checkout("base", good.resolve(), "").check(PATIENCE)
+    Checkout("base", good.resolve(), "").check(TIMEOUT)
     (bad / "src").mkdir(parents=True)
     (bad / "src" / "exlm").symlink_to(good / "src" / "exlm")
     with pytest.raises(CompareError, match=r"candidate .*bad import exlm from "):
-        Checkout("candidate", bad, "").check(PATIENCE)
+        Checkout("candidate", bad, "").check(TIMEOUT)
 
 
 @pytest.fixture
@@ -184,10 +186,13 @@ def git(folder: Path, *arguments: str) -> str:
 
 def test_a_revision_is_unpacked_for_as_long_as_it_is_needed(repository: Path) -> None:
     before = git(repository, "status", "--porcelain"), git(repository, "worktree", "list")
-    with opened("base", "HEAD~1", repository) as old, opened("candidate", "HEAD", repository) as new:
+    with (
+        open_checkout("base", "HEAD~1", repository) as old,
+        open_checkout("candidate", "HEAD", repository) as new,
+    ):
         for checkout, package in ((old, "AGE = 1"), (new, "AGE = 2")):
             assert (checkout.folder / "src" / "exlm" / "__init__.py").read_text() == package
-            checkout.check(PATIENCE)
+            checkout.check(TIMEOUT)
         assert old.revision == git(repository, "rev-parse", "HEAD~1")
         assert new.name == "candidate"
         assert repository not in (old.folder, new.folder)
@@ -196,13 +201,13 @@ def test_a_revision_is_unpacked_for_as_long_as_it_is_needed(repository: Path) ->
 
 
 def test_a_folder_is_taken_as_it_is(repository: Path) -> None:
-    with opened("base", str(repository), repository) as clean:
+    with open_checkout("base", str(repository), repository) as clean:
         assert clean == Checkout("base", repository.resolve(), git(repository, "rev-parse", "HEAD"))
     (repository / "src" / "exlm" / "__init__.py").write_text("AGE = 3")
-    with opened("base", str(repository), repository) as changed:
+    with open_checkout("base", str(repository), repository) as changed:
         assert changed.revision == git(repository, "rev-parse", "HEAD") + "-dirty"
     plain = tree(repository / "inside")
-    with opened("base", str(plain), repository) as unknown:
+    with open_checkout("base", str(plain), repository) as unknown:
         assert unknown.revision == ""
 
 
@@ -210,7 +215,7 @@ def test_a_folder_is_taken_as_it_is(repository: Path) -> None:
 def test_what_is_neither_is_refused(repository: Path, given: str) -> None:
     with (
         pytest.raises(CompareError, match="neither a folder with src/exlm in it nor a revision"),
-        opened("base", given, repository),
+        open_checkout("base", given, repository),
     ):
         pass
 
@@ -303,13 +308,13 @@ def test_the_command_leaves_nothing_behind_when_it_is_told_to_end(tmp_path: Path
     command = [sys.executable, "-m", "benchmarks.compare", str(folder), str(folder), "--suite", "host"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(scratch)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not ((begun := tmp_path / "begun").exists() and begun.read_text()):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.terminate()
-        assert process.wait(PATIENCE) == 143
+        assert process.wait(TIMEOUT) == 143
     assert has_ended(int(begun.read_text()))
     assert list(scratch.iterdir()) == []
 
@@ -327,5 +332,5 @@ def test_arguments_that_make_no_sense_are_refused(
     options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        compare.parsed([".", ".", *options])
+        compare.parse_arguments([".", ".", *options])
     assert complaint in capsys.readouterr().err

@@ -23,23 +23,23 @@ def test_what_slows_both_values_of_a_round_down_cancels() -> None:
 
 def test_the_value_is_the_ratio_of_the_medians_whatever_the_order() -> None:
     base, candidate = [1.0, 2.0, 4.0, 8.0, 100.0], [3.0, 2.0, 5.0, 1.0, 900.0]
-    found, turned = ratio(base, candidate), ratio(candidate, base)
+    found, inverse = ratio(base, candidate), ratio(candidate, base)
     assert found.value == 3 / 4
     assert found.low < found.value < found.high
-    assert turned.value == pytest.approx(1 / found.value)
+    assert inverse.value == pytest.approx(1 / found.value)
     assert ratio(base, candidate) == found
 
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "RESAMPLES", 300)
-    draw, held, times = random.Random(3), 0, 400
-    for seed in range(times):
+    draw, covered, repeats = random.Random(3), 0, 400
+    for seed in range(repeats):
         slow = [draw.gauss(1, 0.1) for _ in range(7)]
         base = [one * draw.gauss(1, 0.02) for one in slow]
         candidate = [1.03 * one * draw.gauss(1, 0.02) for one in slow]
         found = ratio(base, candidate, seed)
-        held += found.low <= 1.03 <= found.high
-    assert 0.9 < held / times < 0.99
+        covered += found.low <= 1.03 <= found.high
+    assert 0.9 < covered / repeats < 0.99
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_verdict_is_where_the_whole_interval_lies(
     assert verdict(Ratio((low + high) / 2, low, high, 7), better, 0.05) == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rounds", range(1, intervals.FEWEST))
+@pytest.mark.parametrize("rounds", range(1, intervals.MIN_ROUNDS))
 def test_few_rounds_decide_nothing(rounds: int) -> None:
     assert verdict(Ratio(2.0, 2.0, 2.0, rounds), "lower", 0.05) == "undecided"
     assert verdict(Ratio(1.0, 1.0, 1.0, rounds), "lower", 0.05) == "undecided"

@@ -29,12 +29,12 @@ def setup(tmp_path: Path) -> Setup:
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled in processes of the test."""
     monkeypatch.setenv("EXLM_CPU", "0")
 
 
-def the_only(found: list[Probe]) -> Probe:
+def only_one(found: list[Probe]) -> Probe:
     (probe,) = found
     return probe
 
@@ -43,20 +43,20 @@ def the_only(found: list[Probe]) -> Probe:
 def test_the_host_is_measured_with_and_without_json(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, json_option: bool
 ) -> None:
-    probe, out = the_only(probes.probes(["host"], setup)), tmp_path / "out.json"
-    where = HERE
+    probe, out = only_one(probes.probes(["host"], setup)), tmp_path / "out.json"
+    checkout = HERE
     if not json_option:  # a checkout from before the option: the same benchmark under its oldest names
-        where = Checkout("base", tmp_path / "old", "")
-        (where.folder / "benchmarks").mkdir(parents=True)
-        (where.folder / "benchmarks" / "host.py").write_text(
+        checkout = Checkout("base", tmp_path / "old", "")
+        (checkout.folder / "benchmarks").mkdir(parents=True)
+        (checkout.folder / "benchmarks" / "host.py").write_text(
             "from typing import NamedTuple\n"
             "class Case(NamedTuple):\n    rows: int\n    target: float\n    steps: int\n"
             "CASES = (Case(1, 60e-6, 40), Case(64, 12e-6, 4))\n"
             "def measure(case, repeats): return [(case.rows * 1.0, 2.0)] * repeats\n"
         )
-    command = probe.command(where, out)
+    command = probe.command(checkout, out)
     assert ("--json" in command) is json_option
-    where.run([*command, *(["--repeats", "1"] if json_option else [])], TIMEOUT)
+    checkout.run([*command, *(["--repeats", "1"] if json_option else [])], TIMEOUT)
     found = probe.read(out)
     names = [f"host, decode step, batch {batch}, per row" for batch in (1, 64)]
     assert [row.name for row in found] == names
@@ -66,10 +66,21 @@ def test_the_host_is_measured_with_and_without_json(
         assert [*found.values()] == [0.5, 32.0]
 
 
-@pytest.mark.usefixtures("plain")
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_prompts_and_decoding_are_measured_by_the_command_line(tmp_path: Path) -> None:
-    asked = ["--shape", "tiny", "--device", "cpu", "--batch", "1,2", "--context", "32", "--cache", "fp16,q4"]
-    probe = probes._bench("cpu", "tiny", [*asked, "--prompt", "64", "--tokens", "4"], (0.05, 0.02))
+    options = [
+        "--shape",
+        "tiny",
+        "--device",
+        "cpu",
+        "--batch",
+        "1,2",
+        "--context",
+        "32",
+        "--cache",
+        "fp16,q4",
+    ]
+    probe = probes._bench("cpu", "tiny", [*options, "--prompt", "64", "--tokens", "4"], (0.05, 0.02))
     out = tmp_path / "out.json"
     HERE.run(probe.command(HERE, out), TIMEOUT)
     found = probe.read(out)
@@ -91,39 +102,39 @@ def test_work_that_does_not_fit_is_told(tmp_path: Path) -> None:
 def test_measurements_are_chosen_by_their_name_and_only_they_write_files(setup: Setup) -> None:
     names = {probe.name: probe for probe in probes.probes(["cpu", "host"], setup)}
     assert [*names] == ["SmolLM2-135M shape, Q4_1, CPU", "1.1B Q4_K_M, CPU", "the generator's own Python"]
-    assert compare.chosen([*names.values()], None) == [*names.values()]
-    (kept,) = compare.chosen([*names.values()], "smollm2")
+    assert compare.select_probes([*names.values()], None) == [*names.values()]
+    (kept,) = compare.select_probes([*names.values()], "smollm2")
     kept.prepare()
     assert list(setup.models.iterdir()) == []
     with pytest.raises(CompareError, match=r"--only 'moon' leaves nothing .* 1\.1B Q4_K_M, CPU; the"):
-        compare.chosen([*names.values()], "moon")
+        compare.select_probes([*names.values()], "moon")
 
 
 def test_the_rows_of_a_gpu_are_those_that_are_to_be_compared(setup: Setup) -> None:
-    command = the_only(probes.probes(["gpu"], setup)).command(HERE, Path("out.json"))
+    command = only_one(probes.probes(["gpu"], setup)).command(HERE, Path("out.json"))
     text = " ".join(command[1:])
     assert text.startswith("-m exlm bench --device cuda --shape llama-2-7b --format exl2 ")
     for option in ("--batch 1,8,32,64", "--context 512,8000", "--cache fp16,q4", "--prompt 2048"):
         assert option in text
 
 
-@pytest.mark.usefixtures("plain")
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_loading_is_measured_from_files_that_the_base_wrote(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[list[str]] = []
+    commands: list[list[str]] = []
     run = Checkout.run
 
     def tiny(self: Checkout, command: list[str], timeout: float) -> str:
-        asked.append(command)
+        commands.append(command)
         return run(self, ["tiny" if one == "tinyllama-1.1b" else one for one in command], timeout)
 
     monkeypatch.setattr(Checkout, "run", tiny)
-    probe, out = the_only(probes.probes(["load"], setup)), tmp_path / "out.json"
-    assert asked == []
+    probe, out = only_one(probes.probes(["load"], setup)), tmp_path / "out.json"
+    assert commands == []
     probe.prepare()
     assert list((tmp_path / "exl2-tinyllama-1.1b").glob("*.safetensors"))
-    assert len(asked) == 1
+    assert len(commands) == 1
     HERE.run(probe.command(HERE, out), TIMEOUT)
     found = {row.name: value for row, value in probe.read(out).items()}
     load, first = "1.1B EXL2 files, cpu, load", "1.1B EXL2 files, cpu, process start to first token"
@@ -131,10 +142,10 @@ def test_loading_is_measured_from_files_that_the_base_wrote(
     assert 0 < found[load] < found[first]
 
 
-@pytest.mark.usefixtures("plain")
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_a_server_is_measured(setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fastapi")
-    probe, out = the_only(probes.probes(["serve"], setup)), tmp_path / "out.json"
+    probe, out = only_one(probes.probes(["serve"], setup)), tmp_path / "out.json"
     assert probe.command(HERE, out)[1:] == [
         *("-P", str(ROOT / "benchmarks" / "comparison" / "serve_client.py")),
         *(str(tmp_path / "chat"), "cpu", str(out)),
@@ -143,7 +154,7 @@ def test_a_server_is_measured(setup: Setup, tmp_path: Path, monkeypatch: pytest.
     for _ in range(2):
         probe.prepare()
     monkeypatch.setattr(serve_client, "CASES", ((1, 2), (2, 2)))
-    monkeypatch.setattr(serve_client, "WARM", 1)
+    monkeypatch.setattr(serve_client, "WARMUP_REQUESTS", 1)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     serve_client.main(str(tmp_path / "chat"), "cpu", out)
     found = probe.read(out)
@@ -160,7 +171,7 @@ def test_a_server_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_the_sampler_benchmark_writes_is_understood(setup: Setup, tmp_path: Path) -> None:
-    probe, out = the_only(probes.probes(["sampler"], setup)), tmp_path / "out.json"
+    probe, out = only_one(probes.probes(["sampler"], setup)), tmp_path / "out.json"
     few = ["--only", "greedy", "--batches", "1", "--vocabularies", "500"]
     HERE.run([*probe.command(HERE, out), *few], TIMEOUT)
     ((row, value),) = probe.read(out).items()

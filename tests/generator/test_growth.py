@@ -41,7 +41,7 @@ WAYS: list[dict[str, Any]] = [
 
 def behind(context: int, drafts: bool, settings: Settings | None = None, **options: Any) -> EngineCore:
     """A loop in the middle of a long text."""
-    machine = host.behind(context, 30, drafts)
+    machine = host.engine_after_context(context, 30, drafts)
     (known,) = machine.scheduler.active
     prompt = torch.tensor([known.sequences[0].ids[:context]])
     machine.clear()
@@ -192,7 +192,7 @@ def test_reading_results_is_as_much_work_beside_any_number_of_jobs(tmp_path: Pat
 
 def test_the_drafter_of_the_benchmark_is_right_all_the_time() -> None:
     """Else its line would say little about drafting."""
-    machine = host.behind(SHORT, 5, True)
+    machine = host.engine_after_context(SHORT, 5, True)
     assert isinstance(machine.drafter, NgramDrafter)
     for _ in range(3):
-        assert len(machine.step()) == 1 + host.DRAFTED
+        assert len(machine.step()) == 1 + host.MAX_DRAFT_TOKENS

@@ -86,7 +86,7 @@ def calls(work: Callable[[], object]) -> int:
 
 def test_a_step_takes_few_calls() -> None:
     """Counted, because times on a shared machine prove little; the benchmark has the times."""
-    one, many = (host.prepared(rows, 8) for rows in (1, 64))
+    one, many = (host.engine_in_decode(rows, 8) for rows in (1, 64))
     for machine in (one, many):
         machine.step()
     alone = min(calls(one.step) for _ in range(3))
@@ -96,7 +96,7 @@ def test_a_step_takes_few_calls() -> None:
 
 
 def test_the_benchmark_measures_a_full_batch() -> None:
-    machine = host.prepared(4, 5)
+    machine = host.engine_in_decode(4, 5)
     results = machine.step()
     assert [result["serial"] for result in results] == [0, 1, 2, 3]
     assert all(isinstance(result["job"], Job) and result["job"].is_simple for result in results)
@@ -107,15 +107,15 @@ def test_the_benchmark_measures_a_full_batch() -> None:
 
 
 def test_the_benchmark_measures_queues_and_contexts() -> None:
-    queue = host.queued(7)
+    queue = host.measure_queue(7)
     assert [*queue] == ["make", "enqueue", "step", "cancel"]
     assert all(seconds > 0 for seconds in queue.values())
     for drafts in (False, True):
-        machine = host.behind(300, 5, drafts)
+        machine = host.engine_after_context(300, 5, drafts)
         (job,) = machine.scheduler.active
         assert (job.prompt_tokens, bool(machine.num_draft_tokens)) == (300, drafts)
-        assert job.sequences[0].ids[300:] == job.sequences[0].ids[300 - host.PREPARED :][: job.new_tokens]
-    found = host.compared([lambda: {"a": 1.0}, lambda: {"a": 3.0}], repeats=2)
+        assert job.sequences[0].ids[300:] == job.sequences[0].ids[300 - host.LOGIT_SETS :][: job.new_tokens]
+    found = host.measure_cases([lambda: {"a": 1.0}, lambda: {"a": 3.0}], repeats=2)
     assert [one["a"][0] for one in found] == [1.0, 3.0]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.traffic import Fleet, Outcome, Speed, Traffic, arrivals, outcome, simulate, table
+from benchmarks.traffic import Fleet, Outcome, Speed, Traffic, arrivals, outcome_table, simulate, summarize
 
 SPEED = Speed(prefill=1000.0, step=0.02, row=0.001, overhead=0.0)
 
@@ -50,7 +50,7 @@ def test_prefix_routing_prefills_less_with_a_small_cache() -> None:
     requests = arrivals(Traffic(rate=8, topics=40))
     fleet = Fleet(replicas=4, cache=8192)
     aware, blind = (
-        outcome(simulate(requests, Speed(), replace(fleet, aware=choice))) for choice in (True, False)
+        summarize(simulate(requests, Speed(), replace(fleet, aware=choice))) for choice in (True, False)
     )
     assert aware.hits > 2 * blind.hits
     assert aware.together > 0.9
@@ -58,7 +58,7 @@ def test_prefix_routing_prefills_less_with_a_small_cache() -> None:
 
 
 def test_figures_are_named() -> None:
-    text = table({"this": Outcome(1, 2, 3, 4, 5, 6, 0.7, 0.8)})
+    text = outcome_table({"this": Outcome(1, 2, 3, 4, 5, 6, 0.7, 0.8)})
     assert [line.split()[-1] for line in text.splitlines()] == [
         *("this", "1.000", "2.000", "3.000", "4.000", "5.000", "6.000", "0.700", "0.800")
     ]
