@@ -117,6 +117,17 @@ def check_output_dir(target: Path, sources: Iterable[Path], *, overwrite: bool) 
         )
 
 
+def check_disk_space(folder: Path, needed: int, what: str) -> None:
+    """Refuse a disk that has fewer than `needed` bytes free; `what` is written to it, as the error says."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise CheckpointError(
+            f"{folder}: {what} takes about {needed / 2**20:,.0f} MiB, and the disk has "
+            f"{free / 2**20:,.0f} MiB free. Make room, or choose another disk."
+        )
+
+
 @contextmanager
 def report_write_errors(target: Path) -> Iterator[None]:
     """Raise a CheckpointError that names the folder in place of an OSError."""

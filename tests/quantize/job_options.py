@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Any
 
-SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
-FEW: dict[str, Any] = {"rows": 6, "length": 64, "report": False}
+TINY_SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+SMALL: dict[str, Any] = {"rows": 6, "length": 64, "report": False}

@@ -15,9 +15,9 @@ from exlm import Config, InputError, MissingExtra, Tokenizer
 from exlm.checkpoint import open_source
 from exlm.quantize import calibration
 from exlm.quantize.calibration import make_calibration_ids
-from exlm.quantize.config import QuantConfig, parse_size
 from exlm.quantize.evaluate import _ids_from_file, held_out_ids
 from exlm.quantize.layer_loader import KVBuffer, layer_loader, make_batch
+from exlm.quantize.options import QuantizeOptions, parse_size
 from exlm.spec.weight_roles import matrices
 from tests import tiny
 
@@ -32,9 +32,9 @@ def test_calibration_and_held_out_text_share_no_paragraph() -> None:
     assert not set(used) & set(kept)
     assert sum(map(len, used)) > 280_000
     assert 40_000 < sum(map(len, kept)) < sum(map(len, used)) / 3
-    whole = "".join(used)
+    all_text = "".join(used)
     for words in ("def ", "Straße", "école", "¿", "的", "ます", "что", "\\int"):
-        assert words.lower() in whole.lower()
+        assert words.lower() in all_text.lower()
 
 
 def test_text_and_json_lines_are_read(folder: Path, tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_parquet_is_read_or_the_missing_package_named(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    talks = [[{"role": "user", "content": "three"}], None]
-    table = pyarrow.table({"text": ["one", "two"], "messages": talks, "id": [1, 2]})
+    conversations = [[{"role": "user", "content": "three"}], None]
+    table = pyarrow.table({"text": ["one", "two"], "messages": conversations, "id": [1, 2]})
     pyarrow.parquet.write_table(table, path)
     assert list(calibration.read_documents(path)) == ["one\nthree", "two"]
     path.write_bytes(b"PAR1 but no table")
@@ -104,11 +104,11 @@ def test_parquet_is_read_or_the_missing_package_named(tmp_path: Path) -> None:
 
 def test_rows_have_full_length_and_begin_with_bos(folder: Path) -> None:
     tokenizer = Tokenizer(Config(folder))
-    rows = calibration.pack_rows(["x" * 3000, "y" * 500], tokenizer, 4, 600)
+    rows = calibration.rows_from_texts(["x" * 3000, "y" * 500], tokenizer, 4, 600)
     assert rows.shape == (4, 600)
     assert int(rows[0, 0]) == 1
     with pytest.raises(InputError, match="has 6:"):
-        calibration.pack_rows(["short"], tokenizer, 4, 600)
+        calibration.rows_from_texts(["short"], tokenizer, 4, 600)
 
 
 @pytest.mark.parametrize(("family", "every"), [("Gemma", True), ("Llama", False)])
@@ -118,12 +118,12 @@ def test_bos_is_prepended_to_every_row_where_the_model_requires_it(
     folder = tiny.make_chat_folder(tmp_path / "m", architectures=[f"{family}ForCausalLM"], head_dim=8)
     config = Config(folder)
     tokenizer = Tokenizer(config)
-    rows = calibration.pack_rows(["x" * 3000], tokenizer, 4, 100)
+    rows = calibration.rows_from_texts(["x" * 3000], tokenizer, 4, 100)
     found = calibration.prepend_bos(rows, config, tokenizer)
     assert found[0].equal(rows[0]), "it has one already"
     assert found[1].tolist() == ([1, *rows[1, :-1].tolist()] if every else rows[1].tolist())
     (tmp_path / "text.txt").write_text("x" * 3000)
-    quant_config = QuantConfig(bits=4.0, calibration=str(tmp_path / "text.txt"), rows=4, length=100)
+    quant_config = QuantizeOptions(bits=4.0, calibration=str(tmp_path / "text.txt"), rows=4, length=100)
     frozen = config.freeze()
     loader = layer_loader(frozen, open_source(folder, frozen.spec.names), 100, torch.device("cpu"))
     assert make_calibration_ids(config, quant_config, loader).equal(found)
@@ -139,7 +139,7 @@ def test_reading_stops_at_the_minimum_of_tokens(folder: Path) -> None:
             read.append(i)
             yield "x" * 99
 
-    assert calibration.pack_rows(texts(), Tokenizer(Config(folder)), 1, 512).shape == (1, 512)
+    assert calibration.rows_from_texts(texts(), Tokenizer(Config(folder)), 1, 512).shape == (1, 512)
     assert len(read) == 21  # as many as make 2,048 tokens
 
 
@@ -149,20 +149,20 @@ def test_only_the_needed_prefix_of_a_long_text_is_tokenized(
     """Its tokens are those of the whole text, and memory does not grow with the unread rest."""
     tokenizer = Tokenizer(Config(fixtures_dir / "tiny-lm"))
     text = "".join(f"Ship {n} left at {n % 24}:00 for the {n * 7 % 31}th harbour; " for n in range(30_000))
-    whole = tokenizer.encode(text, add_bos=tokenizer.bos_token_id is not None)[0]
+    all_ids = tokenizer.encode(text, add_bos=tokenizer.bos_token_id is not None)[0]
     sizes: list[int] = []
     encode = Tokenizer.encode
 
-    def watched(self: Tokenizer, text: str, **options: Any) -> torch.Tensor:
+    def record_size(self: Tokenizer, text: str, **options: Any) -> torch.Tensor:
         sizes.append(len(text))
         return encode(self, text, **options)
 
-    monkeypatch.setattr(Tokenizer, "encode", watched)
+    monkeypatch.setattr(Tokenizer, "encode", record_size)
     for characters in (16, 1):  # enough at once, or not
         monkeypatch.setattr(calibration, "CHARS_PER_TOKEN", characters)
         sizes.clear()
-        rows = calibration.pack_rows([text], tokenizer, 40, 64)
-        assert torch.equal(rows.flatten(), whole[: 40 * 64])
+        rows = calibration.rows_from_texts([text], tokenizer, 40, 64)
+        assert torch.equal(rows.flatten(), all_ids[: 40 * 64])
         assert max(sizes) < len(text) // 10
         assert (len(sizes) > 1) == (characters == 1)
 
@@ -188,8 +188,8 @@ def test_kv_buffer_equals_one_forward_pass(folder: Path) -> None:
     decoder = list(loader.build())[-1]
     ids, layers = torch.randint(3, 250, (2, 12)), [KVBuffer(12) for _ in decoder.blocks]
     parts = [decoder.forward(make_batch(ids[:, a:b], a), layers)[0] for a, b in ((0, 5), (5, 6), (6, 12))]
-    whole = decoder.forward(make_batch(ids), [KVBuffer(12) for _ in decoder.blocks])[0]
-    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), whole)
+    one_pass = decoder.forward(make_batch(ids), [KVBuffer(12) for _ in decoder.blocks])[0]
+    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), one_pass)
 
 
 def test_parse_size() -> None:
@@ -202,7 +202,7 @@ def test_parse_size() -> None:
 
 
 def test_fingerprint_tells_configs_apart() -> None:
-    assert QuantConfig(bits=4.0).fingerprint() != QuantConfig(bits=4.0, seed=2).fingerprint()
+    assert QuantizeOptions(bits=4.0).fingerprint() != QuantizeOptions(bits=4.0, seed=2).fingerprint()
 
 
 def test_fewer_default_rows_for_large_models_on_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

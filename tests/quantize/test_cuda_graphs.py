@@ -13,14 +13,18 @@ from torch import Tensor
 from exlm import quantize_model
 from exlm.quantize import cuda_graphs
 from exlm.quantize.allocation import make_recipe
-from exlm.quantize.config import SolverConfig
 from exlm.quantize.coordinate_descent import descend_two_sided
 from exlm.quantize.cuda_graphs import GraphCache, GraphFunction
-from exlm.quantize.exl2_scales import MultiWidthSearch, ScaleSearch
-from exlm.quantize.gptq import GroupStep, factorize, gptq
-from exlm.quantize.matrix_solver import rounding_losses, solve_exl2, solve_gptq
+from exlm.quantize.gptq import GroupStep, OutputFactors, factorize, gptq, gptq_two_sided
+from exlm.quantize.matrix_solver import (
+    MultiWidthSearch,
+    ScaleSearch,
+    rounding_losses,
+    solve_exl2,
+    solve_gptq,
+)
+from exlm.quantize.options import SolverOptions
 from exlm.quantize.sensitivity import output_factors
-from exlm.quantize.two_sided import OutputFactors, gptq_two_sided
 from tests import tiny
 
 
@@ -74,20 +78,20 @@ def test_functions_run_directly_on_a_cpu() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_is_replayed_with_new_inputs() -> None:
-    tape, seen = GraphCache(), []
+    graphs, seen = GraphCache(), []
     for start in range(4):
         for size in (3, 5):
             out = torch.zeros(size, device="cuda")
-            tape.run(double, (torch.arange(size, device="cuda") + float(start),), (out,))
+            graphs.run(double, (torch.arange(size, device="cuda") + float(start),), (out,))
             seen.append(out.tolist() == [2 * (start + i) for i in range(size)])
     assert all(seen)
 
 
 @pytest.mark.gpu
 def test_functions_with_other_parameters_have_their_own_graphs() -> None:
-    tape, out = GraphCache(), torch.zeros(3, device="cuda")
+    graphs, out = GraphCache(), torch.zeros(3, device="cuda")
     for factor in (2, 3, 2, 5):
-        tape.run(Times(factor), (torch.ones(3, device="cuda"),), (out,))
+        graphs.run(Times(factor), (torch.ones(3, device="cuda"),), (out,))
         assert out.tolist() == [factor] * 3
 
 
@@ -118,7 +122,7 @@ def test_graphs_give_the_same_bits_as_direct_calls(
     groups = make_recipe((32, 64), (5, 0.3), (3, 0.7)).groups(inputs)
 
     def everything() -> list[Tensor]:
-        alone, both = (solve_exl2(w, f, groups, SolverConfig(), outputs) for outputs in (None, output_side))
+        alone, both = (solve_exl2(w, f, groups, SolverOptions(), outputs) for outputs in (None, output_side))
         found = [t for one in (alone, both) for t in (one.codes, *one.scales.tensors)]
         return [*found, *rounding_losses(w, f, 64, (2, 4), 8), solve_gptq(w, f, 128, 2)[0]]
 

@@ -33,10 +33,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[32, 128])
-def made(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gptq_model(
+    request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A GPTQ model; its group size is the name of the folder above it."""
     group = request.param
-    folder = tmp_path_factory.mktemp("made") / str(group) / "model"
+    folder = tmp_path_factory.mktemp("gptq_model") / str(group) / "model"
     text = folder.parents[1] / "text.txt"
     text.write_text("Nine ships left the harbour; seven came back before the storm. " * 40)
     options: dict[str, Any] = {"calibration": text, "rows": 6, "length": 64, "report": False}
@@ -44,9 +46,9 @@ def made(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.
     return folder
 
 
-def test_every_matrix_has_the_tensors_of_the_gptq_layout(made: Path, source: Path) -> None:
-    group, floats, tensors = int(made.parent.name), load_file(source / "model.safetensors"), {}
-    tensors.update(load_file(made / "model.safetensors"))
+def test_every_matrix_has_the_tensors_of_the_gptq_layout(gptq_model: Path, source: Path) -> None:
+    group, floats, tensors = int(gptq_model.parent.name), load_file(source / "model.safetensors"), {}
+    tensors.update(load_file(gptq_model / "model.safetensors"))
     for name, weight in floats.items():
         stem = name.removesuffix(".weight")
         if not stem.endswith(MATRICES):
@@ -69,18 +71,18 @@ def test_every_matrix_has_the_tensors_of_the_gptq_layout(made: Path, source: Pat
     assert not tensors
 
 
-def test_g_idx_is_in_act_order(made: Path) -> None:
-    tensors = load_file(made / "model.safetensors")
+def test_g_idx_is_in_act_order(gptq_model: Path) -> None:
+    tensors = load_file(gptq_model / "model.safetensors")
     orders = [t for name, t in tensors.items() if name.endswith("g_idx") and int(t.max()) > 0]
     assert orders
     assert all(bool((order.diff() < 0).any()) for order in orders)
 
 
 def test_logits_match_a_model_unpacked_by_hand(
-    made: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gptq_model: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXLM_CPU", "0")  # weights are compared, not what a processor's kernels round
-    tensors = load_file(made / "model.safetensors")
+    tensors = load_file(gptq_model / "model.safetensors")
     stems = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
     plain = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in stems}
     for stem in stems:
@@ -88,20 +90,20 @@ def test_logits_match_a_model_unpacked_by_hand(
         plain[f"{stem}.weight"] = unpack(**parts).T.contiguous()
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     save_file(plain, tmp_path / "model.safetensors")
-    ids, answers = torch.arange(3, 60)[None], []
-    for folder in (made, tmp_path):
+    ids, logits = torch.arange(3, 60)[None], []
+    for folder in (gptq_model, tmp_path):
         model = Model(Config(folder))
         model.load()
-        answers.append(model.forward(ids))
-    torch.testing.assert_close(answers[0], answers[1], rtol=1e-4, atol=1e-4)
+        logits.append(model.forward(ids))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
-def test_quantization_config_is_complete(made: Path) -> None:
-    config = json.loads((made / "config.json").read_text())["quantization_config"]
+def test_quantization_config_is_complete(gptq_model: Path) -> None:
+    config = json.loads((gptq_model / "config.json").read_text())["quantization_config"]
     assert config == {
         "quant_method": "gptq",
         "bits": 4,
-        "group_size": int(made.parent.name),
+        "group_size": int(gptq_model.parent.name),
         "desc_act": True,
         "sym": False,
         "checkpoint_format": "gptq",
@@ -111,9 +113,9 @@ def test_quantization_config_is_complete(made: Path) -> None:
 def test_the_unpacker_reads_files_of_other_tools(fixtures_dir: Path) -> None:
     """`unpack` gives the values that the reference's kernels decode from the fixtures."""
     tensors = load_file(fixtures_dir / "tiny-lm-gptq-g128-act" / "model.safetensors")
-    known = load_file(fixtures_dir / "reference" / "gptq-g128-act.safetensors")
+    reference = load_file(fixtures_dir / "reference" / "gptq-g128-act.safetensors")
     checked = 0
-    for name, wanted in known.items():
+    for name, wanted in reference.items():
         if name.startswith("dq."):
             stem = name.removeprefix("dq.")
             parts = {part: tensors[f"{stem}.{part}"] for part in ("qweight", "qzeros", "scales", "g_idx")}

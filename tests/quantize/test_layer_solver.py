@@ -10,7 +10,7 @@ from torch import Tensor
 
 from exlm.formats import DenseWeight
 from exlm.quantize.layer_loader import HookedLinear, make_batch
-from exlm.quantize.layer_solver import HiddenStates, advance, solve_layer
+from exlm.quantize.layer_solver import HiddenStates, propagate, solve_layer
 
 TOKENS, WIDTH, INNER = 600, 12, 8
 OUT, UP, DOWN = "layers.0.attn.o", "layers.0.mlp.up", "layers.0.mlp.down"
@@ -74,7 +74,7 @@ def test_residual_correction_lowers_the_error_of_the_states() -> None:
         layer, s = Layer(1), hidden_states(0.2)
         exact = {role: linear.weight for role, linear in layer.linears.items()}
         solve_layer(layer.linears, layer.forward, s, no_rounding, 0.01, {}, adding)
-        advance(layer.linears, exact, layer.forward, s)
+        propagate(layer.linears, exact, layer.forward, s)
         return s.relative_error()
 
     assert error([OUT, DOWN]) < 0.9 * error([])

@@ -13,19 +13,21 @@ from torch import Tensor
 
 from exlm.formats import DenseWeight
 from exlm.quantize.allocation import make_recipe
-from exlm.quantize.config import SolverConfig
 from exlm.quantize.gptq import factorize
 from exlm.quantize.layer_loader import HookedLinear, make_batch
-from exlm.quantize.layer_solver import HessianAccumulator, HiddenStates, accumulate_clusters
-from exlm.quantize.lm_head import (
+from exlm.quantize.layer_solver import (
     MAX_CLUSTERS,
     MAX_HESSIAN_BYTES,
+    HessianAccumulator,
+    HiddenStates,
+    accumulate_clusters,
     cluster_columns,
     cluster_count,
     cluster_token_weights,
     solve_head,
 )
 from exlm.quantize.matrix_solver import solve_exl2
+from exlm.quantize.options import SolverOptions
 
 TOKENS, WIDTH, COLUMNS, CLUSTERS = 4096, 32, 48, 3
 
@@ -101,7 +103,7 @@ class ClusteredHead:
         return accumulate_clusters(linear, lambda x, batch: linear(x), self.states, self.token_weights)
 
     def weighted_loss(self, solution: Tensor) -> float:
-        """Exl2Scales errors of the logits, weighted by the tokens' weights for each column's cluster."""
+        """Squared errors of the logits, weighted by the tokens' weights for each column's cluster."""
         off = (self.x @ self.matrix.T - self.rounded @ solution).square()
         return float((off * (self.token_weights @ self.membership.T)).sum())
 
@@ -132,13 +134,13 @@ def test_clusters_lower_the_weighted_loss(noise: float) -> None:
     head = ClusteredHead(1, noise)
     overall, clusters = head.accumulate()
     exact, groups = head.matrix.T.contiguous(), make_recipe(32, (4, 1.0)).groups(WIDTH)
-    config = replace(SolverConfig(), sweeps=4)
+    options = replace(SolverOptions(), sweeps=4)
     means = overall.mean()
     wanted = means.correct_weights(exact, 0.01)
-    plain = solve_exl2(wanted, factorize(wanted, means.hessian, 0.01), groups, config)
-    solution = solve_head(exact, overall, clusters, head.membership, groups, config, 0.01)
+    plain = solve_exl2(wanted, factorize(wanted, means.hessian, 0.01), groups, options)
+    solution = solve_head(exact, overall, clusters, head.membership, groups, options, 0.01)
     assert head.weighted_loss(solution.dequantize()) < 0.85 * head.weighted_loss(plain.dequantize())
-    alone = solve_head(exact, overall, [overall], torch.ones(COLUMNS, 1), groups, config, 0.01)
+    alone = solve_head(exact, overall, [overall], torch.ones(COLUMNS, 1), groups, options, 0.01)
     assert torch.equal(alone.dequantize(), plain.dequantize())
 
 
@@ -147,6 +149,6 @@ def test_a_cluster_without_weight_uses_the_overall_statistics() -> None:
     head.token_weights[:, 0] = 0
     exact, groups = head.matrix.T.contiguous(), make_recipe(32, (4, 1.0)).groups(WIDTH)
     overall, clusters = head.accumulate()
-    solution = solve_head(exact, overall, clusters, head.membership, groups, SolverConfig(), 0.01)
+    solution = solve_head(exact, overall, clusters, head.membership, groups, SolverOptions(), 0.01)
     assert bool(torch.isfinite(solution.dequantize()).all())
     assert clusters[0].mean().effective_tokens == 0

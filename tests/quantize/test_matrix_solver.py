@@ -14,14 +14,29 @@ from exlm.errors import InputError
 from exlm.formats import exl2
 from exlm.formats import gptq as gptq_format
 from exlm.formats.quantization_config import QuantizationConfig
-from exlm.quantize import coordinate_descent, exl2_scales
+from exlm.quantize import coordinate_descent
 from exlm.quantize.allocation import candidate_recipes, make_recipe
-from exlm.quantize.config import SolverConfig
 from exlm.quantize.coordinate_descent import COLUMNS_PER_MOVE, MAX_SWEEPS, MIN_GAIN, descend_two_sided
-from exlm.quantize.gptq import Grid, GroupStep, HessianFactors, factorize, gptq, inverse_cholesky
-from exlm.quantize.matrix_solver import gptq_only, output_losses, rounding_losses, solve_exl2, solve_gptq
+from exlm.quantize.gptq import (
+    Grid,
+    GroupStep,
+    HessianFactors,
+    OutputFactors,
+    factorize,
+    gptq,
+    gptq_two_sided,
+    inverse_cholesky,
+)
+from exlm.quantize.matrix_solver import (
+    gptq_only,
+    output_losses,
+    rounding_losses,
+    search_scales,
+    solve_exl2,
+    solve_gptq,
+)
+from exlm.quantize.options import SolverOptions
 from exlm.quantize.sensitivity import output_factors
-from exlm.quantize.two_sided import OutputFactors, gptq_two_sided
 
 RECIPES = list(candidate_recipes())
 
@@ -53,7 +68,7 @@ def test_packed_weights_decode_to_the_solution(
 ) -> None:
     w, h = problem(32 * blocks, columns, seed)
     solution = solve_exl2(
-        w, factorize(w, h, 0.02), recipe.groups(len(w)), SolverConfig(sweeps=1, scale_steps=4)
+        w, factorize(w, h, 0.02), recipe.groups(len(w)), SolverOptions(sweeps=1, scale_steps=4)
     )
     extra = torch.randn(columns).half() if bias else None
     tensors = exl2.write(solution.pack(extra))
@@ -67,8 +82,7 @@ def test_every_stage_lowers_the_loss(bits: int) -> None:
     w, h = problem(128, 48)
     f, groups = factorize(w, h, 0.02), make_recipe(32, (bits, 1.0)).groups(128)
     scales = [
-        exl2_scales.search_scales(w[f.perm][a : a + 32], bits, torch.ones(32), 24).grid(bits)
-        for a in range(0, 128, 32)
+        search_scales(w[f.perm][a : a + 32], bits, torch.ones(32), 24).grid(bits) for a in range(0, 128, 32)
     ]
     nearest = torch.cat(
         [grid.value(grid.nearest(rows)) for grid, rows in zip(scales, w[f.perm].split(32), strict=True)]
@@ -78,7 +92,7 @@ def test_every_stage_lowers_the_loss(bits: int) -> None:
     assert float(output_losses(w, f, fed).sum()) < 0.8 * plain
     added = rounding_losses(w, f, 32, (8, bits), 24)[1]
     torch.testing.assert_close(added.sum(0), output_losses(w, f, fed), rtol=2e-2, atol=1e-5)
-    assert float(output_losses(w, f, solve_exl2(w, f, groups, SolverConfig(sweeps=3))).sum()) < float(
+    assert float(output_losses(w, f, solve_exl2(w, f, groups, SolverOptions(sweeps=3))).sum()) < float(
         output_losses(w, f, fed).sum()
     )
 
@@ -129,37 +143,37 @@ def test_two_sided_solving_lowers_the_two_sided_loss() -> None:
     f, groups = factorize(w, h, 0.02), make_recipe(32, (4, 1.0)).groups(64)
 
     def both(outputs: OutputFactors | None) -> float:
-        error = w[f.perm] - solve_exl2(w, f, groups, SolverConfig(), outputs).values()
+        error = w[f.perm] - solve_exl2(w, f, groups, SolverOptions(), outputs).values()
         return float(((f.hessian @ error @ g) * error).sum())
 
     side = output_factors(g, 0.1)
     assert side is not None
     assert both(side) < 0.8 * both(None)
     order = side.perm.flip(0)  # those that matter least first
-    turned = inverse_cholesky(side.hessian[order][:, order])
-    assert turned is not None
-    assert both(side) < 0.95 * both(OutputFactors(order, turned, side.hessian))
+    inv_chol = inverse_cholesky(side.hessian[order][:, order])
+    assert inv_chol is not None
+    assert both(side) < 0.95 * both(OutputFactors(order, inv_chol, side.hessian))
 
 
 def slow_descent(codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, h: Tensor, g: Tensor) -> Tensor:
     """Every move tried alone, the loss computed anew each time."""
     codes = codes.clone()
 
-    def harm_of(tried: Tensor) -> float:
+    def loss_of_codes(tried: Tensor) -> float:
         error = w - tried * scale
         return float((error * (h @ error @ g)).sum())
 
     for _ in range(MAX_SWEEPS):
-        begun = harm_of(codes)
+        start_codes = loss_of_codes(codes)
         for row, first in product(range(len(w)), range(0, w.shape[1], COLUMNS_PER_MOVE)):
-            least, best = harm_of(codes), codes
+            least, best = loss_of_codes(codes), codes
             for column, step in product(range(first, min(first + COLUMNS_PER_MOVE, w.shape[1])), (-1, 1)):
                 tried = codes.clone()
                 tried[row, column] += step
-                if -half[row] <= tried[row, column] < half[row] and harm_of(tried) < least:
-                    least, best = harm_of(tried), tried
+                if -half[row] <= tried[row, column] < half[row] and loss_of_codes(tried) < least:
+                    least, best = loss_of_codes(tried), tried
             codes = best
-        if begun - harm_of(codes) < MIN_GAIN * harm_of(codes):
+        if start_codes - loss_of_codes(codes) < MIN_GAIN * loss_of_codes(codes):
             break
     return codes
 
@@ -184,11 +198,11 @@ def test_descent_never_raises_the_loss(blocks: int, columns: int, seed: int) -> 
     codes = (w / scale).round().clamp(-8, 7)
     found = descend_two_sided(codes, w, scale, half, h, g)
 
-    def harm_of(tried: Tensor) -> float:
+    def loss_of_codes(tried: Tensor) -> float:
         error = (w - (tried * scale).half().float()).double()
         return float((error * (h.double() @ error @ g.double())).sum())
 
-    assert harm_of(found) <= harm_of(codes) * (1 + 1e-5)
+    assert loss_of_codes(found) <= loss_of_codes(codes) * (1 + 1e-5)
     assert bool(((found >= -8) & (found <= 7) & (found == found.round())).all())
 
 
@@ -196,11 +210,11 @@ def test_descent_continues_while_it_gains(monkeypatch: pytest.MonkeyPatch) -> No
     w, h = problem(64, 100)
     _, g = problem(100, 1, 4)
     scale, half = torch.full_like(w, 2**-4), torch.full((64,), 4.0)
-    begun = (w / scale).round().clamp(-4, 3)
+    start_codes = (w / scale).round().clamp(-4, 3)
 
     def descend(sweeps: int) -> tuple[float, Tensor]:
         monkeypatch.setattr(coordinate_descent, "MAX_SWEEPS", sweeps)
-        codes = descend_two_sided(begun, w, scale, half, h, g)
+        codes = descend_two_sided(start_codes, w, scale, half, h, g)
         error = w - codes * scale
         return float((error * (h @ error @ g)).sum()), codes
 
@@ -213,16 +227,16 @@ def test_fewer_codes_move_after_a_sweep_that_raised_the_loss(monkeypatch: pytest
     w, h = problem(32, 200)
     g = torch.ones(200, 200) + 0.01 * torch.eye(200)  # all columns correct the same error
     scale, half = torch.full_like(w, 2**-4), torch.full((32,), 4.0)
-    begun = (w / scale).round().clamp(-4, 3)
+    start_codes = (w / scale).round().clamp(-4, 3)
     monkeypatch.setattr(coordinate_descent, "COLUMNS_PER_MOVE", 1)
 
-    def harm_after(sweeps: int) -> float:
+    def loss_after(sweeps: int) -> float:
         monkeypatch.setattr(coordinate_descent, "MAX_SWEEPS", sweeps)
-        error = w - descend_two_sided(begun, w, scale, half, h, g) * scale
+        error = w - descend_two_sided(start_codes, w, scale, half, h, g) * scale
         return float((error * (h @ error @ g)).sum())
 
-    assert harm_after(1) == harm_after(0)
-    assert harm_after(MAX_SWEEPS) < 0.5 * harm_after(0)
+    assert loss_after(1) == loss_after(0)
+    assert loss_after(MAX_SWEEPS) < 0.5 * loss_after(0)
 
 
 @pytest.mark.parametrize("group", [32, 128])
@@ -243,11 +257,11 @@ def test_zero_columns_and_dead_inputs_give_finite_weights() -> None:
     w[:, 3] = 0
     h[5], h[:, 5] = 0, 0
     for recipe in (make_recipe(32, (2, 1.0)), make_recipe(64, (8, 0.5), (6, 0.5))):
-        found = solve_exl2(w, factorize(w, h, 0.02), recipe.groups(64), SolverConfig()).dequantize()
+        found = solve_exl2(w, factorize(w, h, 0.02), recipe.groups(64), SolverOptions()).dequantize()
         assert bool(torch.isfinite(found).all())
     nothing = torch.zeros_like(w)
     assert (
-        not solve_exl2(nothing, factorize(nothing, h, 0.02), recipe.groups(64), SolverConfig())
+        not solve_exl2(nothing, factorize(nothing, h, 0.02), recipe.groups(64), SolverOptions())
         .dequantize()
         .any()
     )

@@ -30,17 +30,17 @@ def layout(file: Path) -> dict[str, tuple[str, list[int]]]:
 def test_gptq_files_have_the_layout_of_other_tools(fixtures_dir: Path, tmp_path: Path) -> None:
     source = fixtures_dir / "tiny-lm"
     quantize_model(source, tmp_path / "g", method="gptq", rows=8, length=256, report=False)
-    theirs = fixtures_dir / "tiny-lm-gptq-g128-act"
-    assert layout(tmp_path / "g" / "model.safetensors") == layout(theirs / "model.safetensors")
+    of_other_tool = fixtures_dir / "tiny-lm-gptq-g128-act"
+    assert layout(tmp_path / "g" / "model.safetensors") == layout(of_other_tool / "model.safetensors")
     ids = held_out(fixtures_dir)
-    ours, other = (evaluate_model(path, source, ids=ids).kl for path in (tmp_path / "g", theirs))
-    assert ours is not None
-    assert other is not None
-    assert ours < other
+    of_exlm, of_other = (evaluate_model(path, source, ids=ids).kl for path in (tmp_path / "g", of_other_tool))
+    assert of_exlm is not None
+    assert of_other is not None
+    assert of_exlm < of_other
 
 
 def test_the_measurement_of_exllamav2_is_usable(fixtures_dir: Path, tmp_path: Path) -> None:
-    source, theirs = fixtures_dir / "tiny-lm", fixtures_dir / "tiny-lm-exl2-2.5bpw"
+    source, of_other_tool = fixtures_dir / "tiny-lm", fixtures_dir / "tiny-lm-exl2-2.5bpw"
     known = fixtures_dir / "reference" / "measurement.json"
     options = {"--bits": 2.496, "--rows": 24, "--length": 256, "--measurement": known}
     arguments = [str(word) for pair in options.items() for word in pair]
@@ -50,12 +50,12 @@ def test_the_measurement_of_exllamav2_is_usable(fixtures_dir: Path, tmp_path: Pa
     assert done.exit_code == 0, done.output
     assert validate_exl2(tmp_path / "e") == []
     ids = held_out(fixtures_dir)
-    ours, other = (evaluate_model(path, source, ids=ids) for path in (tmp_path / "e", theirs))
-    assert ours.bits <= other.bits
-    assert ours.bytes <= other.bytes
-    assert ours.kl is not None
-    assert other.kl is not None
-    assert ours.kl < 0.8 * other.kl
+    of_exlm, of_other = (evaluate_model(path, source, ids=ids) for path in (tmp_path / "e", of_other_tool))
+    assert of_exlm.bits <= of_other.bits
+    assert of_exlm.bytes <= of_other.bytes
+    assert of_exlm.kl is not None
+    assert of_other.kl is not None
+    assert of_exlm.kl < 0.8 * of_other.kl
 
 
 @pytest.mark.parametrize("bits", [2.5, 3.0])
@@ -66,6 +66,6 @@ def test_perplexity_is_at_most_that_of_exllamav2(fixtures_dir: Path, tmp_path: P
     source = fixtures_dir / "tiny-lm"
     quantize_model(source, tmp_path / "e", bits, rows=24, length=256, report=False)
     ids = load_file(fixtures_dir / "reference" / "heldout_ids.safetensors").popitem()[1].flatten()[:4096]
-    ours = evaluate_model(tmp_path / "e", ids=ids.view(8, 512).long())
-    assert ours.bits <= bits
-    assert ours.perplexity <= bound
+    of_exlm = evaluate_model(tmp_path / "e", ids=ids.view(8, 512).long())
+    assert of_exlm.bits <= bits
+    assert of_exlm.perplexity <= bound

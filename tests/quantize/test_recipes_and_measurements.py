@@ -100,8 +100,8 @@ def test_the_measurement_of_exllamav2_is_read_exactly(fixtures_dir: Path) -> Non
     found = Measurement.load(path, model)
     raw = json.loads(path.read_text())["measurement"]
     wanted = [[one["total_bits"] for one in options] for options in raw.values() if options]
-    assert [[choice.bits for choice in slot] for slot in found.slots] == wanted
-    assert {role for slot in found.slots for role in slot[0].recipes} == {
+    assert [[candidate.bits for candidate in candidates] for candidates in found.candidate_sets] == wanted
+    assert {role for candidates in found.candidate_sets for role in candidates[0].recipes} == {
         m.role for m in quantized_matrices(model)
     }
 

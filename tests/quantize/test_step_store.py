@@ -129,11 +129,11 @@ def test_damaged_steps_are_named_with_the_remedy(tmp_path: Path, content: bytes)
     store.close()
 
 
-@pytest.mark.parametrize("facts", ["[]", '"text"', "3", "{"])
-def test_damaged_job_facts_are_named_and_restart_removes_them(tmp_path: Path, facts: str) -> None:
+@pytest.mark.parametrize("content", ["[]", '"text"', "3", "{"])
+def test_a_damaged_job_file_is_named_and_restart_removes_it(tmp_path: Path, content: str) -> None:
     folder = store_dir(tmp_path / "model")
     folder.mkdir()
-    (folder / "job.json").write_text(facts)
+    (folder / "job.json").write_text(content)
     (folder / "ids.safetensors").touch()
     with (
         pytest.raises(CheckpointError, match=r"job\.json belongs to an unfinished job .*restart"),

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..atomic import atomic_dir, check_output_dir, report_write_errors
+from ..atomic import atomic_dir, check_disk_space, check_output_dir, report_write_errors
 from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, WeightSource, open_source, save_sharded
 from ..config import Config, FrozenConfig
-from ..errors import CheckpointError, InputError
+from ..errors import InputError
 from ..model.instance import ProgressCallback, no_progress
 from .plan import KEPT_FORMATS, ConversionPlan, ConversionStep
 from .planners import FolderPlanner, GgufPlanner
@@ -57,7 +57,7 @@ def convert_model(
     source_paths = [Path(os.path.realpath(path)) for path in (frozen.path, *checkpoint.files.paths)]
     check_output_dir(folder, source_paths, overwrite=overwrite)
     plan, files = _make_plan(frozen, checkpoint, to)
-    _check_space(folder, plan.nbytes + files.nbytes + DISK_SLACK_BYTES)
+    check_disk_space(folder, plan.nbytes + files.nbytes + DISK_SLACK_BYTES, "the new model")
     with atomic_dir(folder, overwrite=overwrite) as temp_dir:
         weights = save_sharded(
             temp_dir, _iter_tensors(plan.steps, progress or no_progress), shard_bytes=shard_bytes
@@ -88,17 +88,6 @@ def _iter_tensors(
         progress(done, len(steps))
         yield from step.make_tensors()
     progress(len(steps), len(steps))
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    """Refuse a disk that is too small before anything is written."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise CheckpointError(
-            f"{folder}: the new model takes about {needed / 2**20:,.0f} MiB, and the disk has "
-            f"{free / 2**20:,.0f} MiB free. Make room, or choose another disk."
-        )
 
 
 def _check_result(folder: Path, plan: ConversionPlan) -> None:

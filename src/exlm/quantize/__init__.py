@@ -7,6 +7,6 @@ order). Its names are public as those of `exlm`; besides, only `legacy` imports 
 
 from .api import quantize_model
 from .evaluate import Quality, evaluate_model, write_report
-from .validate import validate_exl2
+from .output import validate_exl2
 
 __all__ = ["Quality", "evaluate_model", "quantize_model", "validate_exl2", "write_report"]

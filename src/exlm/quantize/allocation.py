@@ -1,10 +1,10 @@
 """Bit allocation: the mixtures of bit widths that a matrix may be stored in, and which of them each one gets.
 
 A `Recipe` is EXL2's parameters of one matrix (exllamav2's `QParams`): shares of the rows, their widths and
-group sizes. A `Slot` lists the recipes that one matrix (or, in exllamav2's measurements, one half of a layer)
-may get, each with its stored bits and its KL cost. `allocate_budget` and `allocate_kl` pick one choice per
-slot, on the lower convex hulls of cost over bits. Pure numbers, no tensors; the same input always gives the
-same allocation.
+group sizes. A `CandidateSet` lists the recipes that one matrix (in exllamav2's measurements, one half of a
+layer) may get, each with its stored bits and its KL cost. `minimize_kl` and `minimize_bits` choose one
+candidate of each set, on the lower convex hulls of cost over bits. Pure numbers, no tensors; the same input
+always gives the same allocation.
 """
 
 from __future__ import annotations
@@ -190,41 +190,41 @@ def min_layer_bits(model: spec.Model) -> int:
 # -- allocation ------------------------------------------------------------------------------------
 
 
-class Choice(NamedTuple):
-    """One way to store what a slot covers."""
+class Candidate(NamedTuple):
+    """One way to store a matrix, or matrices that must be chosen together."""
 
     bits: int
     kl_cost: float  # expected KL divergence from the float model, nats per token
     recipes: Mapping[str, Recipe]  # by role
 
 
-Slot = Sequence[Choice]
-"""The choices of one matrix, or of matrices that must be chosen together."""
+CandidateSet = Sequence[Candidate]
+"""All ways to store the same matrix or matrices."""
 
 
 class Allocation(NamedTuple):
-    """One choice per slot."""
+    """One candidate of each set."""
 
-    choices: tuple[Choice, ...]
+    chosen: tuple[Candidate, ...]
 
     @property
     def bits(self) -> int:
-        """Bits of all slots."""
-        return sum(choice.bits for choice in self.choices)
+        """Bits of all of them."""
+        return sum(candidate.bits for candidate in self.chosen)
 
     @property
     def kl_cost(self) -> float:
-        """KL cost of all slots; costs add up to second order."""
-        return sum(choice.kl_cost for choice in self.choices)
+        """KL cost of all of them; costs add up to second order."""
+        return sum(candidate.kl_cost for candidate in self.chosen)
 
 
-def allocate_budget(slots: Sequence[Slot], budget: int, weights: int) -> Allocation:
+def minimize_kl(candidate_sets: Sequence[CandidateSet], budget: int, weights: int) -> Allocation:
     """The least KL cost for at most `budget` bits; `weights`, their number, is for the error message.
 
-    Greedy along the slots' convex hulls, by KL cost saved per bit; what is then left of the budget goes to
-    single choices off the hulls. `InputError` if even the smallest choices take more than the budget.
+    Greedy along the convex hulls, by KL cost saved per bit; what is then left of the budget goes to single
+    candidates off the hulls. `InputError` if even the smallest ones take more than the budget.
     """
-    hulls = [lower_hull(slot) for slot in slots]
+    hulls = [lower_hull(candidates) for candidates in candidate_sets]
     positions = [0] * len(hulls)
     used = sum(hull[0].bits for hull in hulls)
     if used > budget:
@@ -239,20 +239,21 @@ def allocate_budget(slots: Sequence[Slot], budget: int, weights: int) -> Allocat
             exhausted.add(number)
             continue
         used, positions[number] = used + more, step + 1
-    return Allocation(tuple(_spend_rest(slots, list(_choices_at(hulls, positions).choices), budget - used)))
+    chosen = list(_allocation_at(hulls, positions).chosen)
+    return Allocation(tuple(_spend_rest(candidate_sets, chosen, budget - used)))
 
 
-def allocate_kl(slots: Sequence[Slot], max_kl: float) -> Allocation:
+def minimize_bits(candidate_sets: Sequence[CandidateSet], max_kl: float) -> Allocation:
     """The fewest bits whose KL cost is at most `max_kl`; `InputError` if no allocation is that good."""
-    hulls = [lower_hull(slot) for slot in slots]
+    hulls = [lower_hull(candidates) for candidates in candidate_sets]
     positions = [0] * len(hulls)
     cost = sum(hull[0].kl_cost for hull in hulls)
     for number, step in _hull_steps(hulls):
-        if cost <= max_kl and _choices_at(hulls, positions).kl_cost <= max_kl:  # a running sum drifts
+        if cost <= max_kl and _allocation_at(hulls, positions).kl_cost <= max_kl:  # a running sum drifts
             break
         cost += hulls[number][step + 1].kl_cost - hulls[number][step].kl_cost
         positions[number] = step + 1
-    found = _choices_at(hulls, positions)
+    found = _allocation_at(hulls, positions)
     if found.kl_cost > max_kl:
         raise InputError(
             f"A divergence of {max_kl:g} cannot be reached: at the most bits EXL2 has, about "
@@ -261,34 +262,34 @@ def allocate_kl(slots: Sequence[Slot], max_kl: float) -> Allocation:
     return found
 
 
-def min_kl_cost(slots: Sequence[Slot]) -> float:
+def min_kl_cost(candidate_sets: Sequence[CandidateSet]) -> float:
     """The KL cost with as many bits as there can be."""
-    return sum(lower_hull(slot)[-1].kl_cost for slot in slots)
+    return sum(lower_hull(candidates)[-1].kl_cost for candidates in candidate_sets)
 
 
-def lower_hull(slot: Slot) -> list[Choice]:
+def lower_hull(candidates: CandidateSet) -> list[Candidate]:
     """The lower convex hull of KL cost over bits, from few bits to many."""
-    hull: list[Choice] = []
-    for choice in sorted(slot, key=lambda one: (one.bits, one.kl_cost)):
-        if hull and choice.kl_cost >= hull[-1].kl_cost:
+    hull: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda one: (one.bits, one.kl_cost)):
+        if hull and candidate.kl_cost >= hull[-1].kl_cost:
             continue
-        while len(hull) > 1 and _saved_per_bit(hull[-2], hull[-1]) <= _saved_per_bit(hull[-2], choice):
+        while len(hull) > 1 and _saved_per_bit(hull[-2], hull[-1]) <= _saved_per_bit(hull[-2], candidate):
             hull.pop()
-        hull.append(choice)
+        hull.append(candidate)
     return hull
 
 
-def _choices_at(hulls: Sequence[Sequence[Choice]], positions: Sequence[int]) -> Allocation:
+def _allocation_at(hulls: Sequence[Sequence[Candidate]], positions: Sequence[int]) -> Allocation:
     return Allocation(tuple(hull[at] for hull, at in zip(hulls, positions, strict=True)))
 
 
-def _saved_per_bit(a: Choice, b: Choice) -> float:
+def _saved_per_bit(a: Candidate, b: Candidate) -> float:
     """KL cost saved by each bit of the step from a to b."""
     return (a.kl_cost - b.kl_cost) / (b.bits - a.bits)
 
 
-def _hull_steps(hulls: Sequence[Sequence[Choice]]) -> list[tuple[int, int]]:
-    """(slot, step along its hull), the most KL saved per bit first; ties in the order of the slots."""
+def _hull_steps(hulls: Sequence[Sequence[Candidate]]) -> list[tuple[int, int]]:
+    """(number of the set, step along its hull), the most KL saved per bit first; ties in the sets' order."""
     steps = [
         (-_saved_per_bit(hull[i], hull[i + 1]), n, i)
         for n, hull in enumerate(hulls)
@@ -297,17 +298,19 @@ def _hull_steps(hulls: Sequence[Sequence[Choice]]) -> list[tuple[int, int]]:
     return [(number, step) for _, number, step in sorted(steps)]
 
 
-def _spend_rest(slots: Sequence[Slot], chosen: list[Choice], left: int) -> list[Choice]:
-    """Spend the `left` bits, each time on the affordable choice that saves the most KL."""
+def _spend_rest(
+    candidate_sets: Sequence[CandidateSet], chosen: list[Candidate], left: int
+) -> list[Candidate]:
+    """Spend the `left` bits, each time on the affordable candidate that saves the most KL."""
     while True:
         best, where = 0.0, None
-        for number, slot in enumerate(slots):
-            for choice in slot:
-                saved = chosen[number].kl_cost - choice.kl_cost
-                if saved > best and choice.bits - chosen[number].bits <= left:
-                    best, where = saved, (number, choice)
+        for number, candidates in enumerate(candidate_sets):
+            for candidate in candidates:
+                saved = chosen[number].kl_cost - candidate.kl_cost
+                if saved > best and candidate.bits - chosen[number].bits <= left:
+                    best, where = saved, (number, candidate)
         if where is None:
             return chosen
-        number, choice = where
-        left -= choice.bits - chosen[number].bits
-        chosen[number] = choice
+        number, candidate = where
+        left -= candidate.bits - chosen[number].bits
+        chosen[number] = candidate

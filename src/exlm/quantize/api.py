@@ -4,29 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .. import spec
-from ..atomic import check_output_dir
-from ..checkpoint import open_source
-from ..config import Config
-from ..errors import InputError
+from ..atomic import check_disk_space, check_output_dir
+from ..checkpoint import WeightSource, open_source
+from ..config import Config, FrozenConfig
+from ..convert.api import DEFAULT_SHARD_BYTES
+from ..errors import InputError, Unsupported
+from ..formats.exl2 import ALIGNMENT
 from ..model.devices import pick_device
-from . import pipeline
+from ..spec.weight_roles import Matrix, matrices
+from . import calibration, evaluate, pipeline, sensitivity
 from .allocation import min_layer_bits, quantized_matrices
 from .calibration import DEFAULT_LENGTH, default_rows, num_sampled_rows
-from .config import TARGETS, Method, QuantConfig, parse_size
-from .context import Progress, QuantContext, check_shapes, job_facts
 from .evaluate import Quality
 from .layer_loader import layer_loader
-from .memory import PeakMemory
-from .output import check_disk_space, check_float16_range, unquantized_bytes
-from .sensitivity import MAX_FULL_OUTPUTS, Measurement
+from .layer_solver import cluster_count
+from .options import TARGETS, Method, QuantizeOptions, parse_size
+from .output import check_float16_range, unquantized_bytes
+from .pipeline import Progress, QuantContext
+from .sensitivity import Measurement
 from .step_store import open_step_store, store_dir
 
-DEFAULT_SHARD_BYTES = 2 * 2**30
+FLOAT_BYTES = 4
+BASE_BYTES = 450 * 2**20
+"""Python, torch, the tokenizer, and what malloc keeps of freed memory."""
+
+SOLVER_TENSORS = 9
+"""Tensors of the shape of the matrix being solved: target, codes, losses, scales, gradient, temporaries."""
+
+TWO_SIDED_TENSORS = 5
+"""More of them where the output Hessian is known."""
 
 
 def quantize_model(
@@ -68,7 +82,7 @@ def quantize_model(
     """
     no_target = method == "exl2" and bits is None and size is None and max_kld is None
     model_config, device_ = Config(source), pick_device(device)
-    config = QuantConfig(
+    options = QuantizeOptions(
         bits=4.0 if no_target else bits,
         size=parse_size(size) if isinstance(size, str) else size,
         max_kld=max_kld,
@@ -84,7 +98,7 @@ def quantize_model(
     )
     return _run_job(
         model_config,
-        config,
+        options,
         output,
         None if measurement is None else Path(measurement).expanduser(),
         None if save_measurement is None else Path(save_measurement).expanduser(),
@@ -96,7 +110,7 @@ def quantize_model(
 
 def _run_job(
     model_config: Config,
-    config: QuantConfig,
+    options: QuantizeOptions,
     output: pipeline.OutputOptions,
     measurement: Path | None,
     save_measurement: Path | None,
@@ -112,31 +126,35 @@ def _run_job(
     check_output_dir(output.folder, reads, overwrite=output.overwrite)
     if output.shard_bytes < 1:
         raise InputError(f"shard_bytes must be positive, found {output.shard_bytes}.")
-    exl2 = config.method == "exl2"
+    exl2 = options.method == "exl2"
     if not exl2 and (measurement is not None or save_measurement is not None):
         raise InputError(
             "Measurements go with method exl2: GPTQ has 4 bits for every weight and measures nothing."
         )
-    known, digest = (None, None) if measurement is None else _read_measurement(measurement, frozen.spec)
+    existing, digest = (None, None) if measurement is None else _read_measurement(measurement, frozen.spec)
     if save_measurement is not None:
-        _check_measurement_path(save_measurement, known)
-    length = min(config.length, frozen.max_seq_len)
+        _check_measurement_path(save_measurement, existing)
+    length = min(options.length, frozen.max_seq_len)
     loader = layer_loader(frozen, source, length, device)
-    facts = job_facts(config, frozen, source, digest, device)
+    fingerprint = _job_fingerprint(options, frozen, source, digest, device)
     with open_step_store(
-        output.folder, facts, changeable=TARGETS, until="streams.", restart=restart
+        output.folder,
+        fingerprint,
+        changeable=TARGETS,
+        changeable_until=pipeline.HIDDEN_STATES,
+        restart=restart,
     ) as store:
-        ctx = QuantContext(model_config, frozen, source, loader, store, config, progress)
+        ctx = QuantContext(model_config, frozen, source, loader, store, options, progress)
         ctx.total = pipeline.progress_units(ctx.depth, exl2)
-        check_shapes(ctx.matrices, config.method)
+        _check_shapes(ctx.matrices, options.method)
         if exl2:
-            _check_target(ctx, known)
-        check_disk_space(store_dir(output.folder), _disk_bytes(ctx))
+            _check_target(ctx, existing)
+        check_disk_space(store_dir(output.folder), _disk_bytes(ctx), "the job")
         check_float16_range(ctx.plan, frozen.spec, ctx.matrices.keys())
-        samples_text = num_sampled_rows(frozen.spec, config) > 0
-        peak = PeakMemory(frozen.spec, config.rows, length).peak_bytes(samples_text)
-        ctx.advance(0, f"calibrating; at most {peak / 1e9:.1f} GB of memory")
-        return pipeline.run(ctx, known, save_measurement, output)
+        samples_text = num_sampled_rows(frozen.spec, options) > 0
+        peak = PeakMemory(frozen.spec, options.rows, length).peak_bytes(samples_text)
+        ctx.report_progress(0, f"calibrating; at most {peak / 1e9:.1f} GB of memory")
+        return pipeline.run(ctx, existing, save_measurement, output)
 
 
 def _row_length(wanted: int | None, config: Config) -> int:
@@ -154,9 +172,9 @@ def _read_measurement(file: Path, model: spec.Model) -> tuple[Measurement, str]:
     return Measurement.load(file, model), hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _check_measurement_path(file: Path, known: Measurement | None) -> None:
+def _check_measurement_path(file: Path, existing: Measurement | None) -> None:
     """`InputError` if there will be no measurement to save, or no place for it."""
-    if known is not None and not known.profiles:
+    if existing is not None and not existing.profiles:
         raise InputError(
             "save_measurement: the measurement that was given is exllamav2's, and nothing else is measured. "
             "Keep that file, or leave it out to measure again."
@@ -166,35 +184,213 @@ def _check_measurement_path(file: Path, known: Measurement | None) -> None:
         raise InputError(f"save_measurement: {file} {problem}. Choose another path for the measurement.")
 
 
-def _check_target(ctx: QuantContext, known: Measurement | None) -> None:
+def _check_shapes(wanted: Mapping[str, Matrix], method: str) -> None:
+    """`Unsupported` names the first matrix whose shape the format cannot store."""
+    for role, m in wanted.items():
+        unit = ALIGNMENT if method == "exl2" else 8
+        if m.in_features % unit:
+            raise Unsupported(
+                f"{role} has {m.in_features} inputs, and {method.upper()} stores multiples of {unit} only."
+            )
+        if method == "gptq" and m.out_features % unit:
+            raise Unsupported(
+                f"{role} has {m.out_features} outputs, and GPTQ stores multiples of {unit} only."
+            )
+
+
+def _check_target(ctx: QuantContext, existing: Measurement | None) -> None:
     """`InputError` if even the fewest bits that the layers can take exceed the target."""
-    config, weights = ctx.config, ctx.num_weights
-    if known is None:
+    options, weights = ctx.options, ctx.num_weights
+    if existing is None:
         fewest = min_layer_bits(ctx.model)
     else:
-        fewest = sum(min(choice.bits for choice in slot) for slot in known.slots)
-    if config.bits is not None and fewest > int(weights * config.bits):
+        fewest = sum(
+            min(candidate.bits for candidate in candidates) for candidates in existing.candidate_sets
+        )
+    if options.bits is not None and fewest > int(weights * options.bits):
         raise InputError(
-            f"{config.bits:g} bits a weight cannot be reached: the smallest this model can be is "
+            f"{options.bits:g} bits a weight cannot be reached: the smallest this model can be is "
             f"{fewest / weights:.3f}, scales and row permutations included. Ask for more bits."
         )
-    if config.size is not None and fewest > 8 * config.size - ctx.fixed_bits:
+    if options.size is not None and fewest > 8 * options.size - ctx.fixed_bits:
         fixed = -(-ctx.fixed_bits // 8)
         raise InputError(
-            f"A size of {config.size:,} bytes cannot be reached: the smallest this model can be is "
+            f"A size of {options.size:,} bytes cannot be reached: the smallest this model can be is "
             f"{fixed - (-fewest // 8):,}, of which {fixed:,} are embedding and norms in float16, and the "
-            f"head in {config.head_bits} bits. Ask for more, or for fewer head_bits."
+            f"head in {options.head_bits} bits. Ask for more, or for fewer head_bits."
         )
 
 
 def _disk_bytes(ctx: QuantContext) -> int:
     """About the bytes the job has still to write: hidden states, output Hessians, the model twice."""
-    config, model = ctx.config, ctx.model
-    states = 4 * model.hidden * config.length * (ctx.depth + 4) * config.rows
+    options, model = ctx.options, ctx.model
+    states = 4 * model.hidden * options.length * (ctx.depth + 4) * options.rows
     hessians = sum(
-        2 * m.out_features**2 for m in quantized_matrices(model) if m.out_features <= MAX_FULL_OUTPUTS
+        2 * m.out_features**2
+        for m in quantized_matrices(model)
+        if m.out_features <= sensitivity.MAX_FULL_OUTPUTS
     )
     weights = sum(m.in_features * m.out_features for m in ctx.matrices.values())
     unquantized = unquantized_bytes(ctx.plan, model, ctx.matrices.keys())
     written = sum(path.stat().st_size for path in ctx.store.folder.glob("*.safetensors"))
     return max(0, states + hessians + 2 * weights + unquantized - written) + 2**20
+
+
+def _job_fingerprint(
+    options: QuantizeOptions,
+    frozen: FrozenConfig,
+    source: WeightSource,
+    measurement: str | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What job.json records; an unfinished job continues only if it has the same fingerprint.
+
+    `measurement` is the digest of a measurement that was given.
+    """
+    files = {}
+    for path in source.files.paths:
+        stat = path.stat()
+        files[str(path)] = [stat.st_size, stat.st_mtime_ns]
+    return {
+        **options.fingerprint(),
+        "source": files,
+        "config.json": _digest(frozen.path / "config.json"),
+        "calibration text": _digest(Path(options.calibration).expanduser()),
+        "measurement": measurement,
+        "device": device.type,
+    }
+
+
+def _digest(file: Path) -> str | None:
+    """The SHA-256 of a file; None if it cannot be read, which the step that needs it reports."""
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+# -- peak memory -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Predicts the peak memory of a job from shapes: that of its largest step.
+
+    Counted for a CPU; on a GPU most of it is the GPU's. The terms follow the steps of `pipeline`,
+    `calibration` and `evaluate` and must change with them; a test compares them with what a job really takes.
+    """
+
+    model: spec.Model
+    rows: int
+    length: int
+
+    def peak_bytes(self, samples_text: bool) -> int:
+        """The peak of the whole job; `samples_text` if the model is loaded whole to sample text."""
+        steps = [
+            self.head_backward(),
+            self.layer_backward(),
+            self.layer_solving(),
+            self.head_solving(),
+            self.evaluating(),
+        ]
+        return BASE_BYTES + max(*steps, self.sampling() if samples_text else 0)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of one forward pass."""
+        return max(pipeline.PASS_TOKENS, self.length)
+
+    @property
+    def hidden_states(self) -> int:
+        """Bytes of the hidden states of all rows."""
+        return FLOAT_BYTES * self.rows * self.length * self.model.hidden
+
+    @property
+    def head(self) -> int:
+        """Bytes of the head in float32."""
+        return FLOAT_BYTES * self.model.vocab * self.model.hidden
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of the head's columns."""
+        return cluster_count(self.model.hidden, self.model.vocab)
+
+    def layers(self) -> list[list[Matrix]]:
+        """The matrices of every layer."""
+        layers: list[list[Matrix]] = [[] for _ in self.model.layers]
+        for m in quantized_matrices(self.model):
+            layers[int(m.role.split(".")[1])].append(m)
+        return layers
+
+    def sampling(self) -> int:
+        """`sample_rows`: the model in float32, the KV buffers of a batch, its logits."""
+        weights = sum(FLOAT_BYTES * m.in_features * m.out_features for m in matrices(self.model))
+        embedding = 0 if self.model.head.tied else self.head
+        kv_numbers = sum(_kv_numbers(layer.attn) for layer in self.model.layers)
+        length = min(calibration.SAMPLE_LENGTH, self.length)
+        kv = FLOAT_BYTES * calibration.SAMPLE_BATCH * length * kv_numbers
+        return weights + embedding + kv + 4 * FLOAT_BYTES * calibration.SAMPLE_BATCH * self.model.vocab
+
+    def head_backward(self) -> int:
+        """`head_grad`: the head, logits of some tokens and their gradients, states and gradients."""
+        cluster_weights = self.clusters * (2 * self.model.vocab + 2 * self.rows * self.length)
+        logits = 6 * sensitivity.LOGIT_TOKENS * self.model.vocab
+        return self.head + FLOAT_BYTES * (logits + cluster_weights) + 3 * self.hidden_states
+
+    def layer_backward(self) -> int:
+        """`vjp` and `measure_profile`: a layer, activations, Fisher sums, a matrix at several widths."""
+        return 4 * self.hidden_states + max(
+            FLOAT_BYTES * (sum(map(_num_weights, layer)) + sum(map(_fisher_numbers, layer)))
+            + FLOAT_BYTES
+            * max(5 * len(sensitivity.MEASURED_BITS) * _num_weights(m) + 5 * m.in_features**2 for m in layer)
+            + self._activations(layer, 3)
+            for layer in self.layers()
+        )
+
+    def layer_solving(self) -> int:
+        """`solve_layer`: a layer three times, Hessians, a matrix being solved, hidden states twice."""
+        return 6 * self.hidden_states + max(
+            FLOAT_BYTES * 3 * sum(map(_num_weights, layer))
+            + FLOAT_BYTES * max(_solver_numbers(m) + 10 * m.in_features**2 for m in layer)
+            + self._activations(layer, 2)
+            for layer in self.layers()
+        )
+
+    def head_solving(self) -> int:
+        """`solve_head`: the head being solved, and the Hessians of its clusters."""
+        clusters = self.clusters * (2 * self.model.hidden**2 + self.model.vocab + self.rows * self.length)
+        return (SOLVER_TENSORS + 2) * self.head + 3 * self.hidden_states + FLOAT_BYTES * clusters
+
+    def evaluating(self) -> int:
+        """`evaluate_model`: the heads of both models, some tokens' logits of both, and states."""
+        tokens = min(evaluate.LOGIT_TOKENS, self.length)
+        return 4 * self.head + 7 * FLOAT_BYTES * tokens * self.model.vocab
+
+    def _activations(self, layer: list[Matrix], copies: int) -> int:
+        """What a layer computes for the tokens of one pass."""
+        scores = self.length * max(one.attn.heads for one in self.model.layers)
+        numbers = scores + sum(m.in_features + m.out_features for m in layer)
+        return FLOAT_BYTES * copies * self.pass_tokens * numbers
+
+
+def _num_weights(m: Matrix) -> int:
+    return m.in_features * m.out_features
+
+
+def _solver_numbers(m: Matrix) -> int:
+    """Numbers held while a matrix is solved, but for those of its input side."""
+    if m.out_features > sensitivity.MAX_FULL_OUTPUTS:
+        return SOLVER_TENSORS * _num_weights(m)
+    return (SOLVER_TENSORS + TWO_SIDED_TENSORS) * _num_weights(m) + 5 * m.out_features**2
+
+
+def _fisher_numbers(m: Matrix) -> int:
+    """Numbers in a matrix's `FisherStats`."""
+    full = m.out_features <= sensitivity.MAX_FULL_OUTPUTS
+    return m.in_features**2 + (m.out_features**2 if full else m.out_features)
+
+
+def _kv_numbers(attn: spec.Attention) -> int:
+    """Numbers of one token's keys and values."""
+    return 2 * attn.kv_heads * attn.head_dim

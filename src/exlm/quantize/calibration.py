@@ -24,8 +24,8 @@ from ..config import Config
 from ..errors import InputError, MissingExtra
 from ..spec.weight_roles import matrices
 from ..tokenizer import Tokenizer
-from .config import QuantConfig
 from .layer_loader import KVBuffer, LayerLoader, make_batch
+from .options import QuantizeOptions
 
 DEFAULT_LENGTH = 512
 """Tokens of a row."""
@@ -69,24 +69,24 @@ JSON_ENCODING = "utf-8-sig"
 # -- the ids of a job ------------------------------------------------------------------------------
 
 
-def make_calibration_ids(model_config: Config, config: QuantConfig, loader: LayerLoader) -> Tensor:
+def make_calibration_ids(model_config: Config, options: QuantizeOptions, loader: LayerLoader) -> Tensor:
     """(rows, length) token ids: a file's, or the built-in text with rows that the model samples itself."""
     tokenizer = Tokenizer(model_config)
-    length = min(config.length, model_config.max_seq_len)
-    if config.calibration != "builtin":
-        texts = read_documents(Path(config.calibration).expanduser())
-        rows = pack_rows(texts, tokenizer, config.rows, length, config.calibration)
+    length = min(options.length, model_config.max_seq_len)
+    if options.calibration != "builtin":
+        texts = read_documents(Path(options.calibration).expanduser())
+        rows = rows_from_texts(texts, tokenizer, options.rows, length, options.calibration)
         rows = check_vocab(rows, model_config)
         return prepend_bos(rows, model_config, tokenizer)
-    sampled = min(num_sampled_rows(model_config.spec, config), config.rows * 3 // 4)
-    rows = check_vocab(builtin_rows(tokenizer, config.rows - sampled, length), model_config)
+    sampled = min(num_sampled_rows(model_config.spec, options), options.rows * 3 // 4)
+    rows = check_vocab(builtin_rows(tokenizer, options.rows - sampled, length), model_config)
     rows = prepend_bos(rows, model_config, tokenizer)
     if not sampled:
         return rows
     piece = min(SAMPLE_LENGTH, length)
     prompts = sample_prompts(rows, -(-sampled * length // piece), tokenizer.bos_token_id)
     banned = [i for i in tokenizer.eos_token_ids if 0 <= i < model_config.vocab_size]
-    ids = sample_rows(loader, prompts, piece, banned, config.seed).flatten()
+    ids = sample_rows(loader, prompts, piece, banned, options.seed).flatten()
     return torch.cat((rows, ids[: sampled * length].view(sampled, length)))
 
 
@@ -98,10 +98,10 @@ def default_rows(model: spec.Model, device: torch.device) -> int:
     return max(MIN_CPU_ROWS, min(DEFAULT_ROWS, CPU_WEIGHT_ROWS // weights))
 
 
-def num_sampled_rows(model: spec.Model, config: QuantConfig) -> int:
+def num_sampled_rows(model: spec.Model, options: QuantizeOptions) -> int:
     """Rows that the model may sample itself, in place of as many of the built-in text."""
     weights = sum(m.in_features * m.out_features for m in matrices(model))
-    if config.calibration != "builtin" or 4 * weights > MAX_SAMPLING_BYTES:
+    if options.calibration != "builtin" or 4 * weights > MAX_SAMPLING_BYTES:
         return 0
     return SAMPLING_WEIGHT_ROWS // weights
 
@@ -133,7 +133,7 @@ def builtin_rows(tokenizer: Tokenizer, rows: int, length: int) -> Tensor:
     ids = [tokenizer.encode(text, add_bos=bos)[0] for text in builtin_texts()]
     kinds = [one[: len(one) // length * length].view(-1, length) for one in ids]
     if not all(map(len, kinds)):  # a row is longer than some kinds of text
-        kinds = [pack_rows(builtin_texts(), tokenizer, sum(map(len, ids)) // length, length)]
+        kinds = [rows_from_texts(builtin_texts(), tokenizer, sum(map(len, ids)) // length, length)]
     counts = [0] * len(kinds)
     for turn in range(max(map(len, kinds))):
         for n, kind in enumerate(kinds):
@@ -142,7 +142,7 @@ def builtin_rows(tokenizer: Tokenizer, rows: int, length: int) -> Tensor:
     return torch.cat([kind[torch.linspace(0, len(kind) - 1, count).long()] for kind, count in pairs])
 
 
-def pack_rows(
+def rows_from_texts(
     texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, length: int, name: str = "this"
 ) -> Tensor:
     """(at most rows, length) ids: documents one after the other, each behind a BOS if the model has one.

@@ -263,7 +263,7 @@ def _ids_from_file(model: str | Path, path: Path, rows: int, length: int | None)
     length = min(calibration.DEFAULT_LENGTH, config.max_seq_len) if length is None else max(length, 1)
     tokenizer = Tokenizer(config)
     texts = calibration.read_documents(path.expanduser())
-    ids = calibration.pack_rows(texts, tokenizer, rows, length, str(path))
+    ids = calibration.rows_from_texts(texts, tokenizer, rows, length, str(path))
     return calibration.prepend_bos(calibration.check_vocab(ids, config), config, tokenizer)
 
 

@@ -33,12 +33,19 @@ from ..nn import Batch, Head
 from ..nn.block import BlockLike
 from ..spec.tensor_names import TensorNames
 from ..spec.weight_roles import Matrix
-from .allocation import GROUP_SIZES, Choice, Group, Recipe, Slot, candidate_recipes, quantized_matrices
-from .gptq import factorize, inverse_cholesky
+from .allocation import (
+    GROUP_SIZES,
+    Candidate,
+    CandidateSet,
+    Group,
+    Recipe,
+    candidate_recipes,
+    quantized_matrices,
+)
+from .gptq import OutputFactors, factorize, inverse_cholesky
 from .layer_loader import HookedLinear, run_block
-from .lm_head import cluster_token_weights
+from .layer_solver import cluster_token_weights
 from .matrix_solver import rounding_losses
-from .two_sided import OutputFactors
 
 TOKEN_WEIGHT_CAP = 8.0
 """A token weighs at most this many times the median token: beyond, the second order is no approximation."""
@@ -269,15 +276,15 @@ def _str_keys(table: Mapping[int, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """All matrices of a model's layers, as slots for the bit allocation."""
+    """All matrices of a model's layers, as candidates for the bit allocation."""
 
-    slots: tuple[Slot, ...]
+    candidate_sets: tuple[CandidateSet, ...]
     profiles: Mapping[str, Profile]  # by role; empty for a measurement.json of exllamav2
 
     @classmethod
     def from_profiles(cls, profiles: Mapping[str, Profile], model: spec.Model) -> Measurement:
-        """One slot per matrix."""
-        return cls(tuple(_slot_choices(m, profiles[m.role]) for m in quantized_matrices(model)), profiles)
+        """One candidate set for each matrix."""
+        return cls(tuple(_candidates(m, profiles[m.role]) for m in quantized_matrices(model)), profiles)
 
     def save(self, path: Path) -> None:
         """Write the profiles, for other targets."""
@@ -299,7 +306,7 @@ class Measurement:
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: the measurement cannot be read ({error}).") from error
         if isinstance(raw, dict) and isinstance(raw.get("measurement"), dict):
-            return cls(tuple(_exllamav2_slots(raw["measurement"], model, path)), {})
+            return cls(tuple(_exllamav2_candidate_sets(raw["measurement"], model, path)), {})
         if not isinstance(raw, dict) or raw.get("exlm_measurement") not in (1, 2):
             raise InputError(
                 f"{path}: expected a measurement of exlm or exllamav2's measurement.json, found neither."
@@ -320,10 +327,10 @@ class Measurement:
         return cls.from_profiles(profiles, model)
 
 
-def _slot_choices(matrix: Matrix, profile: Profile) -> Slot:
+def _candidates(matrix: Matrix, profile: Profile) -> CandidateSet:
     """Every distinct way to store one matrix."""
     kl_cost = cache(profile.kl_cost)  # recipes share most of their groups
-    seen: dict[tuple[Group, ...], Choice] = {}
+    seen: dict[tuple[Group, ...], Candidate] = {}
     for recipe in candidate_recipes():
         groups = recipe.groups(matrix.in_features)
         if groups not in seen:
@@ -331,12 +338,14 @@ def _slot_choices(matrix: Matrix, profile: Profile) -> Slot:
             for group in groups:
                 total += kl_cost(group, block)
                 block += group.rows // BLOCK_ROWS
-            seen[groups] = Choice(recipe.bits(matrix), total, {matrix.role: recipe})
+            seen[groups] = Candidate(recipe.bits(matrix), total, {matrix.role: recipe})
     return tuple(seen.values())
 
 
-def _exllamav2_slots(table: Mapping[str, Any], model: spec.Model, path: Path) -> Iterator[Slot]:
-    """The slots of exllamav2's converter: the attention and the MLP of each layer.
+def _exllamav2_candidate_sets(
+    table: Mapping[str, Any], model: spec.Model, path: Path
+) -> Iterator[CandidateSet]:
+    """The candidates of exllamav2's converter: the attention and the MLP of each layer.
 
     Their cost is the squared relative error of the hidden states, not KL divergence.
     """
@@ -350,12 +359,12 @@ def _exllamav2_slots(table: Mapping[str, Any], model: spec.Model, path: Path) ->
             own = [m for m in quantized_matrices(model) if m.role.startswith(f"layers.{i}.{half}.")]
             if not raw or not isinstance(raw, list):
                 raise InputError(f"{path}: layer {i} of this model has no {name}. Measure it again.")
-            yield tuple(_exllamav2_choice(one, own, model.names, f"{path}: {key}") for one in raw)
+            yield tuple(_exllamav2_candidate(one, own, model.names, f"{path}: {key}") for one in raw)
 
 
-def _exllamav2_choice(
+def _exllamav2_candidate(
     raw: Mapping[str, Any], own: Sequence[Matrix], names: TensorNames, where: str
-) -> Choice:
+) -> Candidate:
     experts = {"gate": "w1", "up": "w3", "down": "w2"}
     try:
         recipes = {}
@@ -368,7 +377,7 @@ def _exllamav2_choice(
             raise ValueError("an accuracy that is no finite number")
     except (KeyError, TypeError, ValueError, OverflowError) as mistake:
         raise InputError(f"{where}: not an option with a recipe for each matrix ({mistake!r}).") from mistake
-    return Choice(sum(recipes[m.role].bits(m) for m in own), error * error, recipes)
+    return Candidate(sum(recipes[m.role].bits(m) for m in own), error * error, recipes)
 
 
 def _find_by_suffix(table: Mapping[str, Any], name: str) -> Any:

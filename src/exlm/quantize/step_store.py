@@ -25,7 +25,7 @@ from torch import Tensor
 from ..atomic import atomic_file, lock_dir
 from ..errors import CheckpointError, InputError, ModelNotFound
 
-FACTS_FILE = "job.json"
+FINGERPRINT_FILE = "job.json"
 PARTIAL = ".partial"
 
 
@@ -143,17 +143,17 @@ def store_dir(target: Path) -> Path:
 @contextmanager
 def open_step_store(
     target: Path,
-    facts: Mapping[str, Any],
+    fingerprint: Mapping[str, Any],
     *,
     changeable: Collection[str] = (),
-    until: str = "",
+    changeable_until: str = "",
     restart: bool,
 ) -> Iterator[StepStore]:
-    """The steps of the job that makes `target`: of the unfinished job if its facts are the same, else none.
+    """The steps of the job that makes `target`: of an unfinished job with the same fingerprint, else none.
 
-    `InputError` if an unfinished job has other facts, unless `restart` discards it. The facts named in
-    `changeable` may change until there is a file whose name begins with `until`. The folder is deleted when
-    the block ends without an error, or with one before any step was done.
+    `InputError` if an unfinished job has another fingerprint, unless `restart` discards it. The keys named in
+    `changeable` may change until the step `changeable_until` is saved. The folder is deleted when the block
+    ends without an error, or with one before any step was done.
     """
     folder = store_dir(target)
     lock = store = None
@@ -166,8 +166,9 @@ def open_step_store(
         store = StepStore(folder)
         for path in folder.glob(f"*{PARTIAL}"):
             path.unlink()
-        _check_facts(store, facts, () if any(folder.glob(f"{until}*")) else changeable)
-        store.save_json("job", facts)
+        fixed = any(folder.glob(f"{changeable_until}.*"))
+        _check_fingerprint(store, fingerprint, () if fixed else changeable)
+        store.save_json("job", fingerprint)
         yield store
         store.close()
         store.raise_failure()
@@ -179,19 +180,21 @@ def open_step_store(
     finally:
         if store is not None:
             store.close()
-        if os.path.isdir(folder) and set(os.listdir(folder)) <= {FACTS_FILE}:
+        if os.path.isdir(folder) and set(os.listdir(folder)) <= {FINGERPRINT_FILE}:
             shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 
 
-def _check_facts(store: StepStore, facts: Mapping[str, Any], changeable: Collection[str]) -> None:
+def _check_fingerprint(store: StepStore, fingerprint: Mapping[str, Any], changeable: Collection[str]) -> None:
     before = store.load_json("job")
     if before is None:
         return
     if not isinstance(before, dict):
-        raise damaged_step(store.folder / FACTS_FILE, f"expected an object, found {type(before).__name__}")
-    now = json.loads(json.dumps(facts))
+        raise damaged_step(
+            store.folder / FINGERPRINT_FILE, f"expected an object, found {type(before).__name__}"
+        )
+    now = json.loads(json.dumps(fingerprint))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in changeable]
     if changed:
         key = sorted(changed)[0]

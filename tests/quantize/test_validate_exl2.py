@@ -25,65 +25,65 @@ def test_float_models_are_not_valid_exl2(fixtures_dir: Path) -> None:
     assert any("q_weight" in words for words in validate_exl2(fixtures_dir / "tiny-lm"))
 
 
-def widths_up(t: dict[str, Tensor]) -> None:
+def ascending_widths(t: dict[str, Tensor]) -> None:
     groups = t[Q + "q_groups"].view(-1, 2)
     groups[:, 0] = groups[:, 0].flip(0)
 
 
-def twice(t: dict[str, Tensor]) -> None:
+def duplicate_index(t: dict[str, Tensor]) -> None:
     t[Q + "q_invperm"][0] = t[Q + "q_invperm"][1]
 
 
-def narrow(t: dict[str, Tensor]) -> None:
+def missing_columns(t: dict[str, Tensor]) -> None:
     t[Q + "q_weight"] = t[Q + "q_weight"][:, :-8].contiguous()
 
 
-def offset(t: dict[str, Tensor]) -> None:
+def late_first_group(t: dict[str, Tensor]) -> None:
     t[Q + "q_groups"][1] = 3
 
 
-def width(t: dict[str, Tensor]) -> None:
+def unknown_width(t: dict[str, Tensor]) -> None:
     t[Q + "q_groups"][0] = 7
 
 
-def missing(t: dict[str, Tensor]) -> None:
+def no_scales(t: dict[str, Tensor]) -> None:
     del t[Q + "q_scale"]
 
 
-def bias(t: dict[str, Tensor]) -> None:
+def extra_bias(t: dict[str, Tensor]) -> None:
     t[Q + "bias"] = torch.zeros(256).half()
 
 
-def infinite(t: dict[str, Tensor]) -> None:
+def infinite_maximum(t: dict[str, Tensor]) -> None:
     t[Q + "q_scale_max"][0] = torch.inf
 
 
-def wide_norm(t: dict[str, Tensor]) -> None:
+def float32_norm(t: dict[str, Tensor]) -> None:
     t["model.norm.weight"] = t["model.norm.weight"].float()
 
 
-def stray(t: dict[str, Tensor]) -> None:
+def unknown_matrix(t: dict[str, Tensor]) -> None:
     t["model.layers.0.self_attn.qkv_proj.q_weight"] = torch.zeros(1, 32, dtype=torch.int32)
 
 
-def short(t: dict[str, Tensor]) -> None:
+def missing_maximum(t: dict[str, Tensor]) -> None:
     t[Q + "q_scale_max"] = t[Q + "q_scale_max"][:-1].contiguous()
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (widths_up, "descend"),
-        (twice, "q_invperm"),
-        (narrow, "columns"),
-        (offset, "begin at 0"),
-        (width, "not one of the widths"),
-        (missing, "q_scale missing"),
-        (bias, "does not expect"),
-        (infinite, "finite"),
-        (wide_norm, "expected float16"),
-        (stray, "no matrix of this model"),
-        (short, "q_scale_max: expected shape"),
+        (ascending_widths, "descend"),
+        (duplicate_index, "q_invperm"),
+        (missing_columns, "columns"),
+        (late_first_group, "begin at 0"),
+        (unknown_width, "not one of the widths"),
+        (no_scales, "q_scale missing"),
+        (extra_bias, "does not expect"),
+        (infinite_maximum, "finite"),
+        (float32_norm, "expected float16"),
+        (unknown_matrix, "no matrix of this model"),
+        (missing_maximum, "q_scale_max: expected shape"),
     ],
 )
 def test_each_violation_is_named(

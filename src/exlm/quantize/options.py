@@ -1,4 +1,4 @@
-"""`QuantConfig`: what a quantisation is asked to do, checked before anything is read."""
+"""`QuantizeOptions`: what a quantisation is asked to do, checked before anything is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI
 
 
 @dataclass(frozen=True)
-class SolverConfig:
+class SolverOptions:
     """How the solver of one matrix works."""
 
     damping: float = 0.01  # added to the diagonal of the input Hessian H, relative to its mean
@@ -31,7 +31,7 @@ class SolverConfig:
 
 
 @dataclass(frozen=True)
-class QuantConfig:
+class QuantizeOptions:
     """Target, method and calibration.
 
     One of `bits` (per weight of the layers, scales and permutations included), `size` (bytes of the weight
@@ -48,7 +48,7 @@ class QuantConfig:
     rows: int = 128
     length: int = 512
     seed: int = 1
-    solver: SolverConfig = field(default_factory=SolverConfig)
+    solver: SolverOptions = field(default_factory=SolverOptions)
 
     def __post_init__(self) -> None:
         """Refuse values that are out of range or contradict each other."""
@@ -105,6 +105,6 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * SIZE_UNITS[found[2].upper()])
 
 
-def calibration_name(config: QuantConfig) -> str:
+def calibration_name(options: QuantizeOptions) -> str:
     """The calibration text as reports call it: "builtin", or the file's name."""
-    return config.calibration if config.calibration == "builtin" else Path(config.calibration).name
+    return options.calibration if options.calibration == "builtin" else Path(options.calibration).name
