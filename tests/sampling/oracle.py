@@ -49,7 +49,7 @@ def apply_penalties(x: Sequence[float], context: Sequence[int], s: Settings) -> 
     return x
 
 
-def dry_costs(context: Sequence[int], s: Settings, breakers: Collection[int], size: int) -> Probabilities:
+def dry_penalties(context: Sequence[int], s: Settings, breakers: Collection[int], size: int) -> Probabilities:
     """For every earlier place, how long a copy of the context's end ends there; the longest ones count."""
 
     def is_matchable(token: int) -> bool:
@@ -95,7 +95,7 @@ def edit_logits(
     if s.token_bias is not None:
         y = [v + b for v, b in zip(y, s.token_bias.tolist(), strict=False)]
     if s.dry_multiplier > 0:
-        for token, cost in dry_costs(context, s, breakers, len(y)).items():
+        for token, cost in dry_penalties(context, s, breakers, len(y)).items():
             y[token] -= cost
     if allowed is not None:
         y = [v if token in allowed else -math.inf for token, v in enumerate(y)]

@@ -54,9 +54,9 @@ def test_zero_has_one_value() -> None:
 def test_first_largest_and_runs(data: st.DataObject, rows: int) -> None:
     x = data.draw(logits(rows=rows))
     maxima = candidates.block_maxima(x)
-    for short in (candidates.MAX_UNREDUCED_COLUMNS, 0):
+    for short in (candidates.MAX_DIRECT_COLUMNS, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(candidates, "MAX_UNREDUCED_COLUMNS", short)
+            patch.setattr(candidates, "MAX_DIRECT_COLUMNS", short)
             top, columns = candidates.stable_argmax(x)
         assert columns.tolist() == [row[0] for row in expected(x, 1)]
         assert top.tolist() == x.amax(-1).tolist()

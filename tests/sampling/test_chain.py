@@ -23,7 +23,7 @@ from exlm.sampler_chain import (
     step_params,
 )
 from exlm.sampling import Settings
-from exlm.sampling.settings import RULE_STEPS
+from exlm.sampling.settings import REQUEST_STEPS
 from exlm.sampling.steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES
 from tests.sampling.random_inputs import neutral
 
@@ -31,7 +31,7 @@ NUMBERS = [setting for setting in SETTINGS.values() if setting.is_number]
 
 
 def test_every_step_has_its_torch_function() -> None:
-    assert {*LOGITS_STEPS} == {*STEPS_BY_STAGE["logits"]} - RULE_STEPS
+    assert {*LOGITS_STEPS} == {*STEPS_BY_STAGE["logits"]} - REQUEST_STEPS
     assert {*CANDIDATES_STEPS} == {*STEPS_BY_STAGE["candidates"]}
     assert {*DRAW_STEPS} == {*STEPS_BY_STAGE["draw"]}
     assert STEPS_BY_STAGE["softmax"] == ("softmax", "top_k")

@@ -22,7 +22,7 @@ def costs(context: list[int], **changes: Any) -> dict[int, float]:
     index.extend(context)
     rule = settings.compiled().dry_rule
     assert rule is not None
-    return index.token_costs(rule, rule.breaker_ids or (), 1000)
+    return index.token_penalties(rule, rule.breaker_ids or (), 1000)
 
 
 def test_published_numbers() -> None:
@@ -77,7 +77,7 @@ def test_index_agrees_with_the_oracle(
 ) -> None:
     changes = {"dry_allowed_length": allowed, "dry_max_ngram": longest, "dry_range": window}
     settings = neutral(dry_multiplier=1.0, dry_sequence_breakers=breakers, **changes)
-    wanted = oracle.dry_costs(context, settings, breakers, 1000)
+    wanted = oracle.dry_penalties(context, settings, breakers, 1000)
     assert costs(context, dry_sequence_breakers=breakers, **changes) == pytest.approx(wanted)
 
 
@@ -96,7 +96,7 @@ def test_the_index_is_exact_after_appends_and_truncations(changes: list[list[int
         fresh.extend(text)
         assert len(index) == len(text)
         for rule in rules if len(text) % 3 else rules[1:]:
-            assert index.token_costs(rule, (), 10) == fresh.token_costs(rule, (), 10)
+            assert index.token_penalties(rule, (), 10) == fresh.token_penalties(rule, (), 10)
 
 
 def test_a_long_repetitive_text_is_quick() -> None:
@@ -106,7 +106,7 @@ def test_a_long_repetitive_text_is_quick() -> None:
     start = time.perf_counter()
     for token in [1, 2, 3, 4] * 5:
         index.extend([token])
-        assert index.token_costs(rule, (), 10)
+        assert index.token_penalties(rule, (), 10)
     assert time.perf_counter() - start < 1.0
     index.truncate(20000)
-    assert set(index.token_costs(rule, (), 10)) == {1}
+    assert set(index.token_penalties(rule, (), 10)) == {1}

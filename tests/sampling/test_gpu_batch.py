@@ -155,7 +155,7 @@ class Scenario:
         if (rule := plan.penalty_rule) is not None and not rule.decays:
             penalised = Counter(text if rule.sustain is None else text[max(0, len(text) - rule.sustain) :])
         elif rule is not None:
-            terms = PenaltyWindow().terms(text, rule)
+            terms = PenaltyWindow().penalized_tokens(text, rule)
             strengths = terms.strengths or [1.0] * len(terms.ids)
             decaying = {t: (c, s) for t, c, s in zip(terms.ids, terms.counts, strengths, strict=True)}
         searched, breakers = list[int](), frozenset[int]()

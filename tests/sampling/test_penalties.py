@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings
 from exlm.sampling.logits_processors import apply_edits, compute_edits
-from exlm.sampling.penalties import WindowCounts
+from exlm.sampling.penalties import PenaltyWindow
 from exlm.sampling.vocabulary import SamplerVocabulary
 from tests.sampling import oracle
 from tests.sampling.random_inputs import logits, neutral, settings_for_edits
@@ -95,7 +95,7 @@ def test_rows_with_different_rules_are_independent(
 
 @given(TEXT, st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8))
 def test_a_window_can_move_to_any_range(text: list[int], windows: list[tuple[int, int]]) -> None:
-    window = WindowCounts()
+    window = PenaltyWindow()
     for low, high in windows:
         start, end = sorted((min(low, len(text)), min(high, len(text))))
         window.move_to(text, start, end)

@@ -30,7 +30,7 @@ from ..sampling.candidates import (
     DrawnTokens,
     batch_params,
     block_maxima,
-    greedy_output,
+    draw_greedy,
     pad_top_tokens,
     stable_sort_descending,
 )
@@ -42,7 +42,7 @@ from ..sampling.sampler import (
     apply_logits_steps,
     final_candidates,
     make_task,
-    task_group,
+    row_group,
     update_states,
 )
 from ..sampling.settings import CompiledSettings
@@ -145,12 +145,13 @@ class _SampleCall:
         return sampled
 
     def _greedy(self, x: Tensor, task: SamplingTask) -> _RowSample:
-        _, drawn = greedy_output(x, self.num_top)
-        update_states(task_group([task], self.vocabulary, x.shape[1], x.device), None, drawn)
+        _, drawn = draw_greedy(x, self.num_top)
+        update_states(row_group([task], self.vocabulary, x.shape[1], x.device), None, drawn)
         return _RowSample(int(drawn.tokens), 1.0, drawn.top_tokens, drawn.top_probs)
 
     def _draw(self, x: Tensor, maxima: Tensor, task: SamplingTask, u: float) -> _RowSample:
-        ((_, c),) = final_candidates(x, [task], self.vocabulary, maxima)
+        group = row_group([task], self.vocabulary, x.shape[1], x.device)
+        ((_, c, _),) = final_candidates(x, [task], group, maxima)
         p = c.p if c.ids is None else torch.zeros_like(x, dtype=c.p.dtype).scatter_(1, c.ids, c.p)
         sorted_p, ids = stable_sort_descending(p)
         ordered_ids, weights = _exllamav2_order(x, p[0], ids[0], task.compiled, self.num_top)
@@ -159,7 +160,7 @@ class _SampleCall:
             position -= 1
         token = int(ordered_ids[position])
         drawn = DrawnTokens(torch.tensor([token]), p[:, token])
-        update_states(task_group([task], self.vocabulary, x.shape[1], x.device), c, drawn)
+        update_states(group, c, drawn)
         sampled = _RowSample(token, float(p[0, token]), None, None)
         if self.num_top:
             sampled.top_tokens, sampled.top_probs = pad_top_tokens(

@@ -25,34 +25,26 @@ from ..kernels.sampling_layout import BELOW_ONE, TFS_MIN_PROB, VOCAB_BLOCK
 from ..sampler_chain import PARAM_NAMES, STEPS_BY_STAGE
 from .settings import CompiledSettings
 
-MAX_UNREDUCED_COLUMNS = 16384  # up to here a row is searched whole
-MIN_SPARE_BLOCKS = 32  # more than twice k that a row must have to be reduced first
+MAX_DIRECT_COLUMNS = 16384  # wider rows are searched in two passes: block maxima, then the best block
+MIN_SPARE_BLOCKS = 32  # top-k searches block maxima first if a row has twice as many blocks as k and this
 
 
 def block_maxima(x: Tensor) -> Tensor:
     """The maximum of every 64 neighbouring columns (rows, blocks); the last block may be short."""
-    rows, width = x.shape
-    num_full_blocks = width // VOCAB_BLOCK
-    maxima = torch.empty(rows, 0, dtype=x.dtype, device=x.device)
-    if num_full_blocks:
-        maxima = x[:, : num_full_blocks * VOCAB_BLOCK].reshape(rows, num_full_blocks, VOCAB_BLOCK).amax(-1)
-    if num_full_blocks * VOCAB_BLOCK == width:
-        return maxima
-    return torch.cat((maxima, x[:, num_full_blocks * VOCAB_BLOCK :].amax(-1, keepdim=True)), 1)
+    end = x.shape[1] // VOCAB_BLOCK * VOCAB_BLOCK
+    maxima = x[:, :end].reshape(len(x), end // VOCAB_BLOCK, VOCAB_BLOCK).amax(-1) if end else x[:, :0]
+    return maxima if end == x.shape[1] else torch.cat((maxima, x[:, end:].amax(-1, keepdim=True)), 1)
 
 
 def block_sums(x: Tensor) -> Tensor:
     """The sum of every 64 neighbouring columns (rows, blocks), in float64; the last block may be short."""
-    rows, width = x.shape
-    num_full_blocks = width // VOCAB_BLOCK
-    sums = x[:, : num_full_blocks * VOCAB_BLOCK].reshape(rows, num_full_blocks, VOCAB_BLOCK).sum(-1).double()
-    if num_full_blocks * VOCAB_BLOCK == width:
-        return sums
-    return torch.cat((sums, x[:, num_full_blocks * VOCAB_BLOCK :].sum(-1, keepdim=True).double()), 1)
+    end = x.shape[1] // VOCAB_BLOCK * VOCAB_BLOCK
+    sums = x[:, :end].reshape(len(x), end // VOCAB_BLOCK, VOCAB_BLOCK).sum(-1).double()
+    return sums if end == x.shape[1] else torch.cat((sums, x[:, end:].sum(-1, keepdim=True).double()), 1)
 
 
 def gather_blocks(x: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of some blocks (rows, k) as (rows, 64 k), and their columns; -inf past a row's end."""
+    """The entries of some blocks (rows, k) as (rows, 64 · k), and their columns; -inf past a row's end."""
     columns = torch.add(_block_offsets(x.device), blocks.unsqueeze(-1), alpha=VOCAB_BLOCK).flatten(1)
     width = x.shape[1]
     if width % VOCAB_BLOCK == 0:
@@ -65,12 +57,10 @@ def gather_blocks(x: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 def stable_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's maximum (rows,) and its column, the first of equal ones; a NaN is larger than any number."""
     if x.device.type == "cpu":
-        numbers = x.detach().numpy()  # many times faster at this than torch
-        columns_of_max = numbers.argmax(1)
-        return torch.from_numpy(numbers[np.arange(len(numbers)), columns_of_max]), torch.from_numpy(
-            columns_of_max
-        )
-    if x.shape[1] <= MAX_UNREDUCED_COLUMNS:
+        numbers = x.detach().numpy()  # much faster at this than torch
+        first = numbers.argmax(1)
+        return torch.from_numpy(numbers[np.arange(len(numbers)), first]), torch.from_numpy(first)
+    if x.shape[1] <= MAX_DIRECT_COLUMNS:
         top, column = x.max(-1)
         return top, column
     top, block = block_maxima(x).max(-1, keepdim=True)
@@ -140,9 +130,7 @@ def _block_offsets(device: torch.device) -> Tensor:
 
 STEPS_NEEDING_SORT = frozenset({"top_p", "tfs", "skew"})  # steps that need descending probabilities
 CANDIDATE_COUNTS = (64, 512, 4096)  # how many candidates are tried before the whole vocabulary
-CPU_CACHE_ELEMENTS = (
-    1 << 19
-)  # numbers that fit a CPU's cache; larger temporary tensors are made piece by piece
+CPU_CACHE_ELEMENTS = 1 << 19  # numbers that fit a CPU's cache; larger tensors are computed in chunks
 
 
 class BatchParams:
@@ -164,8 +152,8 @@ class BatchParams:
             scaled = torch.where(smoothing > 0, -smoothing * scaled * scaled, scaled)
         return scaled.div_(self.columns["temperature"]).exp_()
 
-    def block_weight_sums(self, x: Tensor, top: Tensor) -> Tensor:
-        """Sums of the weights of every 64 neighbouring tokens (rows, runs); the weights in float32."""
+    def block_prob_sums(self, x: Tensor, top: Tensor) -> Tensor:
+        """The sum over every block of unnormalised probabilities (rows, blocks), which are in float32."""
         step = max(1, CPU_CACHE_ELEMENTS // x.shape[1]) if x.device.type == "cpu" else len(x)
         one_temperature = len(self._temperature) == 1
         sums = []
@@ -215,7 +203,7 @@ class Candidates:
     """`p` and `ids` before a step that reshaped the probabilities, if its state needs to know them."""
 
     def sort_descending(self) -> None:
-        """Sort by probability, the most probable first, unless that is so."""
+        """Sort by probability, the most probable first, unless it is sorted."""
         if self.is_sorted:
             return
         self.p, columns = stable_sort_descending(self.p)
@@ -270,8 +258,9 @@ def all_candidates_in_chunks(
     step = max(1, CPU_CACHE_ELEMENTS // x.shape[1]) if x.device.type == "cpu" else len(rows)
     for start in range(0, len(rows), step):
         members = list(rows[start : start + step])
-        row_plans = [compiled_rows[row] for row in members]
-        yield members, all_candidates(_select_rows(x, members), row_plans, batch_params(row_plans, x.device))
+        compiled = [compiled_rows[row] for row in members]
+        params = batch_params(compiled, x.device)
+        yield members, all_candidates(_select_rows(x, members), compiled, params)
 
 
 def floor_needs_total(compiled: CompiledSettings) -> bool:
@@ -281,7 +270,7 @@ def floor_needs_total(compiled: CompiledSettings) -> bool:
 
 
 def log_prob_floor(compiled: CompiledSettings, width: int, mu: float | None) -> float:
-    """A logarithm of a probability below which no token can remain; -inf if there is none.
+    """The logarithm of a probability below which every token is excluded; -inf if there is none.
 
     It is relative to all tokens if `floor_needs_total`, else to the most probable. Dropping what lies below
     must not change what the steps decide about the rest: top-p leaves out more than all of it together, and
@@ -316,9 +305,7 @@ def candidates_above_floor(
     """
     top = maxima.amax(-1, keepdim=True)
     total = (
-        params.block_weight_sums(x, top).sum(-1, keepdim=True)
-        if floor_needs_total(compiled_rows[0])
-        else None
+        params.block_prob_sums(x, top).sum(-1, keepdim=True) if floor_needs_total(compiled_rows[0]) else None
     )
     log_ratios = torch.tensor(floors, dtype=torch.float64).unsqueeze(1)
     min_logit = top - params.logit_distance(log_ratios if total is None else log_ratios + total.log())
@@ -331,12 +318,9 @@ def candidates_above_floor(
         )
         if any(complete_rows):
             rows = [row for row, complete in zip(remaining, complete_rows, strict=True) if complete]
-            yield (
-                rows,
-                found
-                if all(complete_rows)
-                else found.select_rows([i for i, complete in enumerate(complete_rows) if complete]),
-            )
+            if len(rows) < len(remaining):
+                found = found.select_rows([i for i, complete in enumerate(complete_rows) if complete])
+            yield rows, found
             remaining = [row for row, complete in zip(remaining, complete_rows, strict=True) if not complete]
     yield from all_candidates_in_chunks(x, remaining, compiled_rows)
 
@@ -351,9 +335,8 @@ def _try_top_candidates(
     min_logit: Tensor,
     total: Tensor | None,
 ) -> tuple[Candidates, list[bool]]:
-    """The `size` most probable tokens of some rows, and for which of them that is all they can need."""
-    row_plans = [compiled_rows[row] for row in rows]
-    params = batch_params(row_plans, x.device)
+    """The `size` most probable tokens of some rows, and for which rows no others can remain."""
+    params = batch_params([compiled_rows[row] for row in rows], x.device)
     values, ids = stable_top_k(_select_rows(x, rows), size, _select_rows(maxima, rows))
     min_logit = _select_rows(min_logit, rows)
     weights = torch.where(
@@ -393,8 +376,8 @@ def draw_from_candidates(
 ) -> DrawnTokens:
     """A token of each row for uniform numbers (rows, 1), and `num_top` top tokens.
 
-    The walk is in the order of ids, however candidates were found, since that depends on the device; or, in
-    all rows or those where `descending` (rows, 1) is true, from the most probable down.
+    The cumulative sum is in the order of ids, because the order in which candidates are found depends on the
+    device; or, in all rows or those where `descending` (rows, 1) is true, from the most probable down.
     """
     p, ids = c.p, c.ids
     if ids is not None and descending is not True:
@@ -423,8 +406,8 @@ def top_tokens_of(p: Tensor, ids: Tensor | None, num_top: int) -> tuple[Tensor, 
 def draw_from_full_vocab(
     x: Tensor, top: Tensor, params: BatchParams, uniforms: Tensor, num_top: int
 ) -> DrawnTokens:
-    """The same for rows that exclude nothing, from logits: draws a block of columns, then a column."""
-    cumulative = params.block_weight_sums(x, top).cumsum_(-1)
+    """`draw_from_candidates` for rows that exclude nothing, from logits: draws a block, then a column."""
+    cumulative = params.block_prob_sums(x, top).cumsum_(-1)
     target_mass = uniforms * BELOW_ONE * cumulative[:, -1:]
     block = (cumulative <= target_mass).sum(-1, keepdim=True).clamp_max_(cumulative.shape[1] - 1)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_min_(0)), 0.0)
@@ -443,8 +426,8 @@ def draw_from_full_vocab(
     return output
 
 
-def greedy_output(x: Tensor, num_top: int) -> tuple[Tensor, DrawnTokens]:
-    """The largest logit of each row (rows,), and its token, the first of equal ones, as a certainty."""
+def draw_greedy(x: Tensor, num_top: int) -> tuple[Tensor, DrawnTokens]:
+    """The largest logit of each row (rows,), and its token, the first of equal ones, with probability 1."""
     top, tokens = stable_argmax(x)
     output = DrawnTokens(tokens, torch.ones(len(x), device=x.device))
     if num_top:

@@ -396,7 +396,7 @@ class DecayWriter:
     def write(self, extra: array[int]) -> None:
         """Write the tokens, their counts and their strengths."""
         for row, state, rule in self._members:
-            terms = state.penalty_terms(rule)
+            terms = state.penalized_tokens(rule)
             self._headers.words[row, DECAY_OFFSET : DECAY_OFFSET + 2] = (
                 self._headers.num_words + len(extra),
                 len(terms.ids),

@@ -49,7 +49,7 @@ class SamplingKernelVariant(NamedTuple):
 @lru_cache(maxsize=1024)
 def variant_of(compiled: CompiledSettings, width: int, num_top: int) -> SamplingKernelVariant | None:
     """The kernel for a row of a vocabulary; None if torch must sample the row."""
-    if not compiled.kernels_know:
+    if not compiled.kernels_support:
         return None
     num_sorted, full_vocab, all_steps = num_top, False, False
     if 0 < compiled.top_k < width:

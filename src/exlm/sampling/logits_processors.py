@@ -1,7 +1,7 @@
-"""Logits processors that depend on a request: penalties, blocked tokens, bias, DRY, allowed tokens.
+"""Logits processors that depend on a request: CFG, penalties, blocked tokens, bias, DRY, allowed tokens.
 
-`compute_edits` works out what to change in each row from its text; `apply_edits` changes all rows that need
-it together. A row without edits is never copied.
+`compute_edits` computes from a row's request and text what to change; `apply_edits` changes all rows of a
+group together. Rows without edits are not copied.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.sampling_layout import BLOCKED_LOGIT
-from .penalties import PenaltyRule, PenaltyTerms, apply_penalties
+from .penalties import PenalizedTokens, PenaltyRule, apply_penalties, to_device_of
 from .request import SamplingRequest
 from .settings import CompiledSettings
 from .vocabulary import SamplerVocabulary
 
 
 def mix_logits(positive: Tensor, negative: Tensor, scale: Tensor) -> Tensor:
-    """scale · log p(wanted) + (1 - scale) · log p(unwanted) for rows (rows, vocab) and scales (rows, 1).
+    """scale · log p(positive) + (1 - scale) · log p(negative) for logits (rows, vocab), scales (rows, 1).
 
-    1 is the first prompt alone, 0 the second; more than 1 moves away from the second. What the first
-    excludes stays excluded.
+    A scale of 1 is the positive prompt alone, 0 the negative one; more than 1 moves away from the negative
+    one. What the positive prompt excludes stays excluded.
     """
     mixed = scale * torch.log_softmax(positive, -1) + (1.0 - scale) * torch.log_softmax(negative, -1)
     return mixed.masked_fill_(positive == -torch.inf, -torch.inf)
@@ -35,12 +35,12 @@ BITS_PER_WORD = 32
 
 @dataclass(frozen=True)
 class LogitsEdits:
-    """What to change in one row of logits; None where there is nothing."""
+    """The changes of one row of logits."""
 
-    penalties: tuple[PenaltyRule, PenaltyTerms] | None
+    penalties: tuple[PenaltyRule, PenalizedTokens] | None
     blocked: Collection[int]
     bias: Tensor | None
-    dry_costs: dict[int, float]
+    dry_penalties: dict[int, float]
     allowed: Tensor | Collection[int] | None
 
 
@@ -56,56 +56,43 @@ def check_bias(bias: Tensor, width: int) -> None:
 def compute_edits(
     request: SamplingRequest, compiled: CompiledSettings, vocabulary: SamplerVocabulary, width: int
 ) -> LogitsEdits:
-    """What a row's settings and text ask to change, NO_EDITS for nothing; `width` counts the tokens."""
-    bias = request.settings.token_bias
-    needs_history = compiled.penalty_rule is not None or compiled.dry_rule is not None
-    if not needs_history and bias is None and request.allowed is None and not request.blocked:
-        return NO_EDITS
-    penalties, dry_costs = None, {}
-    if needs_history and request.history is not None:
-        request.state.sync_history(request.history)
+    """The changes that a row's settings, request and text ask for; `width` counts the tokens."""
+    penalties, dry_penalties = None, {}
+    if compiled.reads_history:
+        request.sync_history()
     if compiled.penalty_rule is not None:
-        terms = request.state.penalty_terms(compiled.penalty_rule)
-        penalties = (compiled.penalty_rule, terms) if terms.ids else None
+        penalized = request.state.penalized_tokens(compiled.penalty_rule)
+        penalties = (compiled.penalty_rule, penalized) if penalized.ids else None
     if compiled.dry_rule is not None:
-        breaker_ids = (
-            vocabulary.dry_breaker_ids
-            if compiled.dry_rule.breaker_ids is None
-            else compiled.dry_rule.breaker_ids
-        )
-        dry_costs = request.state.dry_costs(compiled.dry_rule, breaker_ids, width)
-    if (
-        penalties is None
-        and not dry_costs
-        and not request.blocked
-        and bias is None
-        and request.allowed is None
-    ):
+        breaker_ids = vocabulary.dry_breaker_ids_of(compiled.dry_rule)
+        dry_penalties = request.state.dry_penalties(compiled.dry_rule, breaker_ids, width)
+    bias, allowed, blocked = request.settings.token_bias, request.allowed, request.blocked
+    if penalties is None and not dry_penalties and not blocked and bias is None and allowed is None:
         return NO_EDITS
-    return LogitsEdits(penalties, request.blocked, bias, dry_costs, request.allowed)
+    return LogitsEdits(penalties, blocked, bias, dry_penalties, allowed)
 
 
 def apply_edits(x: Tensor, edits: Sequence[LogitsEdits]) -> None:
     """Change contiguous logits (rows, vocab) in place, in the order the steps are defined in."""
     width = x.shape[1]
-    terms = [(row, *edit.penalties) for row, edit in enumerate(edits) if edit.penalties is not None]
-    if terms:
-        apply_penalties(x, terms)
+    penalized = [(row, *edit.penalties) for row, edit in enumerate(edits) if edit.penalties is not None]
+    if penalized:
+        apply_penalties(x, penalized)
     flat = x.view(-1)
     blocked = [
         row * width + token for row, edit in enumerate(edits) for token in edit.blocked if 0 <= token < width
     ]
     if blocked:
-        flat.index_fill_(0, _to_device_of(torch.tensor(blocked), x), BLOCKED_LOGIT)
-    if any([edit.bias is not None for edit in edits]):
-        _add_bias(x, edits)
-    dry_costs = [
-        (row * width + t, cost) for row, edit in enumerate(edits) for t, cost in edit.dry_costs.items()
-    ]
-    if dry_costs:
-        positions = _to_device_of(torch.tensor([position for position, _ in dry_costs]), x)
-        costs = _to_device_of(torch.tensor([cost for _, cost in dry_costs], dtype=x.dtype), x)
-        flat[positions] -= costs
+        flat.index_fill_(0, to_device_of(torch.tensor(blocked), x), BLOCKED_LOGIT)
+    _add_bias(x, edits)
+    dry_penalties = {
+        row * width + token: penalty
+        for row, edit in enumerate(edits)
+        for token, penalty in edit.dry_penalties.items()
+    }
+    if dry_penalties:
+        offsets = torch.tensor([*dry_penalties.values()], dtype=x.dtype)
+        flat[to_device_of(torch.tensor([*dry_penalties]), x)] -= to_device_of(offsets, x)
     for row, edit in enumerate(edits):
         if edit.allowed is not None:
             apply_allowed(x[row], edit.allowed)
@@ -114,19 +101,17 @@ def apply_edits(x: Tensor, edits: Sequence[LogitsEdits]) -> None:
 def apply_allowed(x: Tensor, allowed: Tensor | Collection[int]) -> None:
     """Exclude from one row of logits (vocab,), in place, all tokens that are not allowed."""
     if isinstance(allowed, Tensor) and allowed.dtype in (torch.bool, torch.int32):
-        mask = (
-            _to_device_of(allowed, x)
-            if allowed.dtype == torch.bool
-            else _unpack_bits(_to_device_of(allowed, x), len(x))
-        )
+        mask = to_device_of(allowed, x)
+        if mask.dtype == torch.int32:
+            bits = mask.unsqueeze(-1) >> torch.arange(BITS_PER_WORD, dtype=torch.int32, device=x.device)
+            mask = (bits & 1).bool().flatten()[: len(x)]
         known = min(len(mask), len(x))
         x[:known].masked_fill_(~mask[:known], -torch.inf)
         x[known:] = -torch.inf
         return
     ids: list[int] = allowed.tolist() if isinstance(allowed, Tensor) else list(allowed)
-    positions = _to_device_of(
-        torch.tensor([token for token in ids if 0 <= token < len(x)], dtype=torch.int64), x
-    )
+    in_vocab = torch.tensor([token for token in ids if 0 <= token < len(x)], dtype=torch.int64)
+    positions = to_device_of(in_vocab, x)
     kept = x[positions]
     x.fill_(-torch.inf)
     x[positions] = kept
@@ -136,17 +121,8 @@ def _add_bias(x: Tensor, edits: Sequence[LogitsEdits]) -> None:
     width = x.shape[1]
     first = edits[0].bias
     if first is not None and all(edit.bias is first for edit in edits):
-        x += _to_device_of(first[:width], x).to(x.dtype)
+        x += to_device_of(first[:width], x).to(x.dtype)
         return
     for row, edit in enumerate(edits):
         if edit.bias is not None:
-            x[row] += _to_device_of(edit.bias[:width], x).to(x.dtype)
-
-
-def _unpack_bits(words: Tensor, width: int) -> Tensor:
-    bits = words.unsqueeze(-1) >> torch.arange(BITS_PER_WORD, dtype=torch.int32, device=words.device)
-    return (bits & 1).bool().flatten()[:width]
-
-
-def _to_device_of(values: Tensor, x: Tensor) -> Tensor:
-    return values.to(x.device, non_blocking=True)
+            x[row] += to_device_of(edit.bias[:width], x).to(x.dtype)

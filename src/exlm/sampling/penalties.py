@@ -23,9 +23,9 @@ from ..kernels.sampling_layout import MAX_DRY_PENALTY
 
 @dataclass(frozen=True)
 class PenaltyRule:
-    """What repetition costs, and how far back the sampler looks.
+    """How much repetition is penalised, and how far back the sampler looks.
 
-    `sustain` tokens count in full (None: all of them), the `decay` tokens before those ever less.
+    The last `sustain` tokens count in full (None: all of them), the `decay` tokens before those ever less.
     """
 
     repetition: float
@@ -41,10 +41,10 @@ class PenaltyRule:
 
 
 @dataclass(frozen=True)
-class PenaltyTerms:
+class PenalizedTokens:
     """The tokens of one text to penalise, how strongly, and how often each occurred.
 
-    Strengths are None if all are 1. Tokens in the fading part of the window count only in part.
+    Strengths are None if all are 1. Tokens in the decaying part of the window count only in part.
     """
 
     ids: array[int]
@@ -52,8 +52,8 @@ class PenaltyTerms:
     counts: array[float]
 
 
-class WindowCounts:
-    """How often each token occurs between two positions of a text; the positions may move."""
+class PenaltyWindow:
+    """Counts the tokens between two positions of a text, which move as the text grows and shrinks."""
 
     def __init__(self) -> None:
         self.start = self.end = 0
@@ -88,9 +88,32 @@ class WindowCounts:
         del self.ids[:], self.counts[:]
         self._slots.clear()
 
-    def slot(self, token: int) -> int | None:
-        """Where a token stands in `ids`."""
-        return self._slots.get(token)
+    def truncate(self, ids: Sequence[int], length: int) -> None:
+        """Leave out everything from this position on, which `ids` still has."""
+        if self.end > length:
+            self.move_to(ids, min(self.start, length), length)
+
+    def penalized_tokens(self, ids: Sequence[int], rule: PenaltyRule) -> PenalizedTokens:
+        """The tokens of the text that a rule penalises."""
+        start = 0 if rule.sustain is None else max(0, len(ids) - rule.sustain)
+        self.move_to(ids, start, len(ids))
+        tokens, counts = self.ids[:], self.counts[:]
+        if rule.decay == 0 or start == 0:
+            return PenalizedTokens(tokens, None, counts)
+        # The part of the window where penalties decay, from full strength at its near end to none.
+        strengths = array("f", [1.0]) * len(tokens)
+        added: dict[int, int] = {}
+        for distance, position in enumerate(range(start - 1, max(-1, start - 1 - rule.decay), -1)):
+            token, strength = ids[position], 1.0 - distance / rule.decay
+            slot = self._slots.get(token)
+            if slot is None:
+                slot = added.setdefault(token, len(tokens))
+            if slot == len(tokens):
+                tokens.append(token)
+                strengths.append(strength)
+                counts.append(0.0)
+            counts[slot] += strength
+        return PenalizedTokens(tokens, strengths, counts)
 
     def _add(self, token: int) -> None:
         slot = self._slots.get(token)
@@ -113,78 +136,43 @@ class WindowCounts:
             self._slots[last_id] = slot
 
 
-class PenaltyWindow:
-    """The tokens of one text within the penalties' window, kept up to date as the text grows and shrinks."""
+def apply_penalties(logits: Tensor, penalized: Sequence[tuple[int, PenaltyRule, PenalizedTokens]]) -> None:
+    """Apply penalties to contiguous logits (rows, vocab), in place; each tuple begins with the row.
 
-    def __init__(self) -> None:
-        self._window_counts = WindowCounts()
-
-    def truncate(self, ids: Sequence[int], length: int) -> None:
-        """The text is about to lose everything from this position on; `ids` still has it."""
-        if self._window_counts.end > length:
-            self._window_counts.move_to(ids, min(self._window_counts.start, length), length)
-
-    def terms(self, ids: Sequence[int], rule: PenaltyRule) -> PenaltyTerms:
-        """The tokens of the text that a rule penalises."""
-        start = 0 if rule.sustain is None else max(0, len(ids) - rule.sustain)
-        self._window_counts.move_to(ids, start, len(ids))
-        tokens, counts = self._window_counts.ids[:], self._window_counts.counts[:]
-        if rule.decay == 0 or start == 0:
-            return PenaltyTerms(tokens, None, counts)
-        return self._with_decay(ids, rule.decay, tokens, counts)
-
-    def _with_decay(
-        self, ids: Sequence[int], decay: int, tokens: array[int], counts: array[float]
-    ) -> PenaltyTerms:
-        """Add the part of the window where penalties decay, from full strength at its near end to none."""
-        start = self._window_counts.start
-        strengths = array("f", [1.0]) * len(tokens)
-        added: dict[int, int] = {}
-        for distance, position in enumerate(range(start - 1, max(-1, start - 1 - decay), -1)):
-            token, strength = ids[position], 1.0 - distance / decay
-            slot = self._window_counts.slot(token)
-            if slot is None:
-                slot = added.setdefault(token, len(tokens))
-            if slot == len(tokens):
-                tokens.append(token)
-                strengths.append(strength)
-                counts.append(0.0)
-            counts[slot] += strength
-        return PenaltyTerms(tokens, strengths, counts)
-
-
-def apply_penalties(logits: Tensor, terms: Sequence[tuple[int, PenaltyRule, PenaltyTerms]]) -> None:
-    """Apply each row's penalties to contiguous logits (rows, vocab), in place; `terms` names the rows.
-
-    Ids outside the vocabulary are passed over.
+    Ids outside the vocabulary are ignored.
     """
     ids, counts, strengths = array("q"), array("f"), array("f")
-    has_decay = any(row_terms.strengths is not None for _, _, row_terms in terms)
-    for _, _, row_terms in terms:
-        ids.extend(row_terms.ids)
-        counts.extend(row_terms.counts)
+    has_decay = any(tokens.strengths is not None for _, _, tokens in penalized)
+    for _, _, tokens in penalized:
+        ids.extend(tokens.ids)
+        counts.extend(tokens.counts)
         if has_decay:
-            strengths.extend(row_terms.strengths or array("f", [1.0]) * len(row_terms.ids))
-    sizes = torch.tensor([len(row_terms.ids) for _, _, row_terms in terms])
-    factor, offset = _penalty_factors([rule for _, rule, _ in terms], sizes, counts, strengths)
+            strengths.extend(tokens.strengths or array("f", [1.0]) * len(tokens.ids))
+    sizes = torch.tensor([len(tokens.ids) for _, _, tokens in penalized])
+    factor, offset = _penalty_factors([rule for _, rule, _ in penalized], sizes, counts, strengths)
     positions = torch.frombuffer(ids, dtype=torch.int64)
     in_vocab = (positions >= 0) & (positions < logits.shape[1])
-    if len(terms) > 1 or terms[0][0] > 0:
-        starts = torch.tensor([row * logits.shape[1] for row, _, _ in terms])
+    if len(penalized) > 1 or penalized[0][0] > 0:
+        starts = torch.tensor([row * logits.shape[1] for row, _, _ in penalized])
         positions = positions + starts.repeat_interleave(sizes)
     if not bool(in_vocab.all()):
-        positions, factor, offset = (
-            positions[in_vocab],
-            factor.expand_as(positions)[in_vocab],
-            offset[in_vocab],
-        )
-    _scatter_penalties(logits.view(-1), positions, factor, offset)
+        factor = factor.expand_as(positions)[in_vocab]
+        positions, offset = positions[in_vocab], offset[in_vocab]
+    flat = logits.view(-1)
+    positions, factor, offset = (to_device_of(part, flat) for part in (positions, factor, offset))
+    old = flat[positions]
+    flat[positions] = torch.where(old > 0, old / factor, old * factor) - offset
+
+
+def to_device_of(values: Tensor, x: Tensor) -> Tensor:
+    """The values on the device of a tensor, without waiting for the copy."""
+    return values.to(x.device, non_blocking=True)
 
 
 def _penalty_factors(
     rules: Sequence[PenaltyRule], sizes: Tensor, counts: array[float], strengths: array[float]
 ) -> tuple[Tensor, Tensor]:
-    """What to divide or multiply by and what to subtract, token by token; one factor if the rows agree."""
+    """Each token's factor to divide or multiply by, and what to subtract; one factor if the rows agree."""
     same_rule = all(rule is rules[0] for rule in rules)
     rates = torch.tensor(
         [(r.repetition, r.frequency, r.presence) for r in (rules[:1] if same_rule else rules)]
@@ -198,19 +186,9 @@ def _penalty_factors(
     return factor, frequency * torch.frombuffer(counts, dtype=torch.float32) + presence
 
 
-def _scatter_penalties(flat: Tensor, positions: Tensor, factor: Tensor, offset: Tensor) -> None:
-    positions = positions.to(flat.device, non_blocking=True)
-    factor, offset = factor.to(flat.device, non_blocking=True), offset.to(flat.device, non_blocking=True)
-    old = flat[positions]
-    flat[positions] = torch.where(old > 0, old / factor, old * factor) - offset
-
-
 @dataclass(frozen=True)
 class DryRule:
-    """What counts as a repetition, and what it costs.
-
-    `breakers` None means the vocabulary's default set.
-    """
+    """What counts as a repetition, and its penalty; without `breaker_ids`, the vocabulary's breakers do."""
 
     multiplier: float
     base: float
@@ -220,7 +198,7 @@ class DryRule:
     breaker_ids: frozenset[int] | None
 
     def penalty(self, length: int) -> float:
-        """The cost of one more token after a match of this length, once."""
+        """The penalty of one more token after a match of this length that occurred once before."""
         try:
             return min(self.multiplier * self.base ** (length - self.allowed_length), MAX_DRY_PENALTY)
         except OverflowError:
@@ -228,10 +206,11 @@ class DryRule:
 
 
 class _SuffixNode:
-    """Where one run of tokens ends in a text, ascending, and the runs that are longer by a token in front.
+    """A node of the trie: one sequence of tokens, with the ascending positions at which it ends.
 
-    The first `sorted` places have been handed on to the longer runs, which happens when they are asked for,
-    and what follows the first `counted` has been counted, in the `epoch` of the text.
+    Children are the sequences that are longer by one token in front. Searches create them: of the first
+    `num_in_children` positions the children know already. The tokens after the first `num_counted` positions
+    are counted, if no truncation came since (`truncation_count`).
     """
 
     __slots__ = (
@@ -243,48 +222,48 @@ class _SuffixNode:
         "truncation_count",
     )
 
-    def __init__(self, places: list[int]) -> None:
-        self.end_positions = places
+    def __init__(self, end_positions: list[int]) -> None:
+        self.end_positions = end_positions
         self.children: _Children = {}
         self.next_counts: dict[int, int] = {}
         self.num_in_children = self.num_counted = self.truncation_count = 0
 
     def child(self, token: int, ids: list[int], length: int) -> int | _SuffixNode:
-        """The runs with a token in front, which there are; `length` is without it."""
-        for place in self.end_positions[self.num_in_children :]:
-            if place >= length:
-                _insert(self.children, ids[place - length], place)
+        """The child with a token in front, which must exist; `length` is that of this node's sequence."""
+        for position in self.end_positions[self.num_in_children :]:
+            if position >= length:
+                _insert(self.children, ids[position - length], position)
         self.num_in_children = len(self.end_positions)
         return self.children[token]
 
     def count_next_tokens(self, ids: list[int], truncation_count: int) -> dict[int, int]:
-        """How often each token follows, but for the last place, which is the end of the text."""
+        """How often each token follows; the last position is the end of the text and does not count."""
         if truncation_count != self.truncation_count:
             self.next_counts, self.num_counted, self.truncation_count = {}, 0, truncation_count
         next_counts = self.next_counts
-        for place in self.end_positions[self.num_counted : -1]:
-            token = ids[place + 1]
+        for position in self.end_positions[self.num_counted : -1]:
+            token = ids[position + 1]
             next_counts[token] = next_counts.get(token, 0) + 1
         self.num_counted = len(self.end_positions) - 1
         return next_counts
 
 
 _Children = dict[int, int | _SuffixNode]
-"""Runs by a token; one that occurred but once, as most did, is just a place."""
+"""Nodes by token; a sequence that occurred only once, as most did, is just its position."""
 
 
-def _insert(children: _Children, token: int, place: int) -> None:
+def _insert(children: _Children, token: int, position: int) -> None:
     known = children.get(token)
     if known is None:
-        children[token] = place
+        children[token] = position
     elif isinstance(known, int):
-        children[token] = _SuffixNode([known, place])
+        children[token] = _SuffixNode([known, position])
     else:
-        known.end_positions.append(place)
+        known.end_positions.append(position)
 
 
 class DryIndex:
-    """Where runs of tokens stand in a text that grows at its end."""
+    """Finds repetitions of the end of a text, which grows at its end: a trie of its suffixes."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -296,23 +275,22 @@ class DryIndex:
 
     def extend(self, ids: Sequence[int]) -> None:
         """Append tokens."""
-        for place, token in enumerate(ids, len(self._ids)):
-            _insert(self._root, token, place)
+        for position, token in enumerate(ids, len(self._ids)):
+            _insert(self._root, token, position)
         self._ids += ids
 
     def truncate(self, length: int) -> None:
-        """Forget every token from this position on."""
+        """Remove every token from this position on."""
         self._truncation_count += len(self._ids) > length
         while len(self._ids) > length:
             self._remove_last()
 
     def _remove_last(self) -> None:
         ids, children = self._ids, self._root
-        last = len(ids) - 1
-        for place in range(last, -1, -1):
-            node = children[ids[place]]
+        for position in range(len(ids) - 1, -1, -1):
+            node = children[ids[position]]
             if isinstance(node, int):
-                del children[ids[place]]
+                del children[ids[position]]
                 break
             in_children = node.num_in_children == len(node.end_positions)
             node.end_positions.pop()
@@ -322,56 +300,56 @@ class DryIndex:
             children = node.children
         ids.pop()
 
-    def token_costs(self, rule: DryRule, breaker_ids: Container[int], vocab_size: int) -> dict[int, float]:
-        """Tokens that would prolong the longest match of the text's end, and what each of them costs.
+    def token_penalties(
+        self, rule: DryRule, breaker_ids: Container[int], vocab_size: int
+    ) -> dict[int, float]:
+        """The tokens that would prolong the longest match of the text's end, and the penalty of each.
 
-        A match never contains a breaker or an id outside the vocabulary (`limit`), nor does what follows it,
-        and lies within the rule's window. Every occurrence of a continuation counts. Matches longer than
-        `rule.longest` count as that long.
+        A match lies within the rule's search range. Neither it nor the token that follows it is a breaker or
+        an id outside the vocabulary. Every occurrence of a continuation counts. Matches longer than
+        `rule.max_match_length` count as that long.
         """
         ids, end, min_length = self._ids, len(self._ids) - 1, max(1, rule.allowed_length)
         start = max(0, len(ids) - rule.search_range) if rule.search_range > 0 else 0
+
+        def is_allowed(token: int) -> bool:
+            return token not in breaker_ids and 0 <= token < vocab_size
+
+        def is_continued(positions: list[int], first: int) -> bool:
+            """Whether an allowed token follows any position but the last, which is the end of the text."""
+            for i in range(len(positions) - 2, -1, -1):
+                if positions[i] < first:
+                    return False
+                if is_allowed(ids[positions[i] + 1]):
+                    return True
+            return False
+
         length, longest_node = 0, None
         while length < rule.max_match_length and end - length >= start:
             token = ids[end - length]
-            if token in breaker_ids or not 0 <= token < vocab_size:
+            if not is_allowed(token):
                 break
             node = self._root[token] if longest_node is None else longest_node.child(token, ids, length)
             if isinstance(node, int):
                 break
-            places = node.end_positions
-            if len(places) < 2 or places[-2] < start + length:
+            first = start + length  # of the positions at which the match ends within the range
+            positions = node.end_positions
+            if len(positions) < 2 or positions[-2] < first:
                 break
-            if length + 1 >= min_length and not _has_valid_continuation(
-                places, ids, start + length, breaker_ids, vocab_size
-            ):
+            if length + 1 >= min_length and not is_continued(positions, first):
                 break
             length, longest_node = length + 1, node
         if longest_node is None or length < min_length:
             return {}
-        cost = rule.penalty(length)
+        penalty, first = rule.penalty(length), start + length - 1
+        counts: Mapping[int, int]
+        if longest_node.end_positions[0] >= first:
+            counts = longest_node.count_next_tokens(ids, self._truncation_count)
+        else:
+            positions = longest_node.end_positions
+            counts = Counter([ids[at + 1] for at in positions[bisect_left(positions, first) : -1]])
         return {
-            token: min(cost * count, MAX_DRY_PENALTY)
-            for token, count in self._next_token_counts(longest_node, start + length - 1).items()
-            if token not in breaker_ids and 0 <= token < vocab_size
+            token: min(penalty * count, MAX_DRY_PENALTY)
+            for token, count in counts.items()
+            if is_allowed(token)
         }
-
-    def _next_token_counts(self, node: _SuffixNode, first_position: int) -> Mapping[int, int]:
-        """What follows the runs that end at a place or later."""
-        ids, places = self._ids, node.end_positions
-        if places[0] >= first_position:
-            return node.count_next_tokens(ids, self._truncation_count)
-        return Counter([ids[place + 1] for place in places[bisect_left(places, first_position) : -1]])
-
-
-def _has_valid_continuation(
-    places: list[int], ids: list[int], first_position: int, breaker_ids: Container[int], vocab_size: int
-) -> bool:
-    """Whether any of some places but the last, which is the end, is followed by a token that counts."""
-    for i in range(len(places) - 2, -1, -1):
-        if places[i] < first_position:
-            return False
-        token = ids[places[i] + 1]
-        if token not in breaker_ids and 0 <= token < vocab_size:
-            return True
-    return False

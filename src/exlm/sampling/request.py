@@ -19,14 +19,14 @@ from torch import Tensor
 
 from ..errors import BadLogits
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED
-from .penalties import DryIndex, DryRule, PenaltyRule, PenaltyTerms, PenaltyWindow
+from .penalties import DryIndex, DryRule, PenalizedTokens, PenaltyRule, PenaltyWindow
 from .rng import PhiloxStream, check_seed
 from .settings import VERSION_STAMPS, Settings
 
 STATE_HISTORY_LENGTH = 256  # how many tokens a rewind can go back
 
 StateRecord = tuple[int, Tensor, int]
-"""A position, and the state that its token led to: a tensor (n,) and the index in it."""
+"""A position, and the state after its token: a tensor (n,) and the index in it."""
 
 
 class StepState:
@@ -62,7 +62,7 @@ class StepState:
         return values[index].to(device, non_blocking=True)
 
     def record(self, position: int, values: Tensor, index: int) -> StateRecord:
-        """Remember the state that the token at a position led to: one of some states (n,)."""
+        """Record the state after the token at a position: one of some states (n,)."""
         records, record = self.records, (position, values, index)
         if records and records[-1][0] >= position:
             self.truncate(position)
@@ -72,13 +72,13 @@ class StepState:
         return record
 
     def truncate(self, position: int) -> None:
-        """Forget what the tokens from a position on led to."""
+        """Drop the states after the tokens from a position on."""
         while self.records and self.records[-1][0] >= position:
             self.records.pop()
 
 
 class SamplerState:
-    """What the sampler remembers of one text."""
+    """The sampler's state of one text."""
 
     def __init__(
         self, settings: Settings | None = None, seed: int | None = None, prompt_ids: Sequence[int] = ()
@@ -107,20 +107,20 @@ class SamplerState:
         return len(self.history)
 
     def accept(self, token: int) -> None:
-        """The text grew by a token."""
+        """Append a token to the text."""
         self.history.append(token)
 
     def sync_history(self, ids: Sequence[int]) -> None:
-        """Take over what was appended to the text since; a text that became shorter was rewound."""
+        """Make the history equal to `ids`, which is longer by new tokens, or shorter after a rewind."""
         if len(ids) < len(self.history):
             self.truncate(len(ids))
         elif len(ids) > len(self.history):
             self.history.extend(ids[len(self.history) :])
 
     def truncate(self, length: int) -> None:
-        """Take back every token from this position on.
+        """Remove every token from this position on.
 
-        What is sampled next uses fresh random numbers: those of the rejected tokens are what got them chosen.
+        The next tokens use fresh random numbers: the old ones would choose the rejected tokens again.
         """
         if length <= self.last_drawn_position:
             self.rewind_count += 1
@@ -135,7 +135,7 @@ class SamplerState:
         self.version_stamp = VERSION_STAMPS.new_stamp()
 
     def uniform(self, position: int) -> float:
-        """The random number in [0, 1) for the token at a position; asked again, the same one."""
+        """The random number in [0, 1) for the token at a position; the same one at each call."""
         if position > self.last_drawn_position:
             self.last_drawn_position = position
         return self._random_numbers.at(position, self.rewind_count)
@@ -147,18 +147,18 @@ class SamplerState:
         """
         return self._signed_seed, self.rewind_count
 
-    def penalty_terms(self, rule: PenaltyRule) -> PenaltyTerms:
-        """The tokens of the text that a penalty rule is about."""
+    def penalized_tokens(self, rule: PenaltyRule) -> PenalizedTokens:
+        """The tokens of the text that a rule penalises."""
         if self._penalty_window is None:
             self._penalty_window = PenaltyWindow()
-        return self._penalty_window.terms(self.history, rule)
+        return self._penalty_window.penalized_tokens(self.history, rule)
 
-    def dry_costs(self, rule: DryRule, breaker_ids: Collection[int], vocab_size: int) -> dict[int, float]:
-        """What DRY takes off which tokens."""
+    def dry_penalties(self, rule: DryRule, breaker_ids: Collection[int], vocab_size: int) -> dict[int, float]:
+        """The tokens that DRY penalises, and how much."""
         if self._dry_index is None:
             self._dry_index = DryIndex()
         self._dry_index.extend(self.history[len(self._dry_index) :])
-        return self._dry_index.token_costs(rule, breaker_ids, vocab_size)
+        return self._dry_index.token_penalties(rule, breaker_ids, vocab_size)
 
     def step_state(self, step: str) -> StepState:
         """The state of a stateful step; always the same object."""
@@ -228,6 +228,21 @@ class SamplingRequest:
                 fields["version_stamp"] = VERSION_STAMPS.new_stamp()
 
     @property
+    def takes_argmax(self) -> bool:
+        """Whether its token is that of the largest logit, and nothing else is asked for."""
+        return (
+            self.settings.compiled().greedy_only
+            and self.settings.token_bias is None
+            and self.allowed is None
+            and not (self.blocked or self.num_top_tokens or self.uses_cfg)
+        )
+
+    def sync_history(self) -> None:
+        """Let the state take over the request's own history, if it brings one."""
+        if self.history is not None:
+            self.state.sync_history(self.history)
+
+    @property
     def position(self) -> int:
         """The position of the token that is to be sampled."""
         return len(self.state.history if self.history is None else self.history)
@@ -237,10 +252,10 @@ class SamplingRequest:
 class SamplerOutput:
     """The tokens of a batch, on the host; a negative one is a failure (see `error`).
 
-    `probs` (rows,) are their final probabilities in float32. `top_tokens` and `top_probs` (rows, most
-    requested) are None unless a row asked for them; a row that asked for fewer uses its first ones. These
-    three are still on the logits' device. `resampled` says that some tokens are not those that the device
-    had first: a row had too many candidates for the kernel and was drawn again.
+    `probs` (rows,) are their final probabilities in float32. `top_tokens` and `top_probs` (rows, largest
+    `num_top_tokens`) are None unless a request asked for them; one that asked for fewer uses the first ones.
+    These three are still on the logits' device. `resampled` says that some tokens differ from those that the
+    device had first: a row had too many candidates for the kernel and was drawn again.
     """
 
     tokens: list[int]
@@ -251,5 +266,5 @@ class SamplerOutput:
 
     @staticmethod
     def error(token: int) -> BadLogits | None:
-        """What went wrong if a token is a failure; None if it is a token."""
+        """The error that a negative token stands for; None for a token."""
         return None if token >= 0 else BadLogits(FAILURE_MESSAGES[token])

@@ -1,8 +1,7 @@
 """Random numbers that are a function of (seed, position): Philox 4x32-10, in plain integers and in numpy.
 
-A counter-based generator has no state to share or to lose: the number for a position does not depend on the
-rest of the batch, on the device, or on how often a step is run again. This is not a replacement for `random`
-or `torch.Generator`; it draws one uniform number for each token.
+A counter-based generator has no state: the number for a position does not depend on the rest of the batch, on
+the device, or on how often a step is run again. One uniform number is drawn for each token.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..kernels.sampling_layout import PHILOX_KEY_INCREMENTS, PHILOX_MULTIPLIERS,
 
 MASK32 = 0xFFFFFFFF
 POSITIONS_PER_BLOCK = 64
-SINGLE_DRAWS = 4
+DRAWS_BEFORE_BLOCKS = 4  # the first numbers of a stream are computed one by one
 
 PhiloxWords = tuple[int, int, int, int]
 Counters = NDArray[np.uint64]
@@ -72,11 +71,11 @@ def _to_unit_interval(high: int, low: int) -> float:
 
 
 class PhiloxStream:
-    """The numbers of one seed, by position: a few one by one, then in blocks, which cost less each."""
+    """The numbers of one seed, by position: the first ones one by one, then in blocks, which is faster."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._single_draws_left = SINGLE_DRAWS
+        self._single_draws_left = DRAWS_BEFORE_BLOCKS
         self._cached_block = (-1, -1)
         self._cached_numbers: list[float] = []
 

@@ -1,8 +1,9 @@
-"""Sampler: logits in, tokens out, for a whole batch at once.
+"""`Sampler`: takes the logits of a batch, gives a token for every row.
 
-Rows are sorted into a few groups by what their settings ask for; each group goes through the steps it uses,
-as tensors over all its rows, on whatever device the logits are. What a row gets depends on its own logits,
-settings and state alone. Logits are never copied to the host and never changed.
+On a GPU, kernels sample the rows that they support (`gpu_batch`). Torch samples all others, on the device of
+the logits: it groups rows by the steps that their settings ask for, and each step works on all rows of a
+group. What a row gets depends on its own logits, settings and state alone. The sampler never copies logits to
+the host and never changes them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, TOO_MANY_CANDIDATES
-from ..sampler_chain import STATEFUL_STEPS, STEPS_BY_STAGE
+from ..sampler_chain import STATEFUL_STEPS, STEPS_BY_STAGE, Stage
 from . import gpu_kernels
 from .candidates import (
     STEPS_NEEDING_SORT,
@@ -31,8 +33,8 @@ from .candidates import (
     candidates_above_floor,
     draw_from_candidates,
     draw_from_full_vocab,
+    draw_greedy,
     floor_needs_total,
-    greedy_output,
     log_prob_floor,
     top_k_candidates,
 )
@@ -41,7 +43,7 @@ from .gpu_kernels import HostTokens, copy_to_host
 from .logits_processors import NO_EDITS, LogitsEdits, apply_edits, check_bias, compute_edits, mix_logits
 from .request import SamplerOutput, SamplingRequest
 from .settings import CompiledSettings, Settings
-from .steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES, StepRows, Task, TaskGroup
+from .steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES, RowGroup, StepRows
 from .vocabulary import SamplerTokenizer, SamplerVocabulary
 
 _NO_DEVICE_SWITCH = nullcontext()
@@ -87,9 +89,9 @@ class Sampler:
                     logits.detach() if logits.requires_grad else logits, requests, device
                 )
         with torch.no_grad():
-            if requests and all(map(_is_greedy_only, requests)):
-                top, drawn = greedy_output(self._checked_logits(logits, len(requests)), 0)
-                drawn.tokens = mark_failures(top, drawn.tokens)
+            if requests and all([request.takes_argmax for request in requests]):
+                top, drawn = draw_greedy(self._checked_logits(logits, len(requests)), 0)
+                drawn.tokens = _mark_failures(top, drawn.tokens)
             else:
                 drawn = self._sample_with_torch(self._apply_cfg(logits, requests), requests)
         return PendingOutput(self, requests, drawn, copy_to_host(drawn.tokens) if logits.is_cuda else None)
@@ -117,10 +119,7 @@ class Sampler:
         )
         fallback_groups = self._group_tasks(x, requests, batch.fallback_rows) if batch.fallback_rows else []
         parts, host_tokens = self._gpu_sampler.launch(x, batch)
-        parts += [
-            ([task.batch_index for task in group], self._sample_group(x, group, batch.num_top))
-            for group in fallback_groups
-        ]
+        parts += [self._sample_group(x, group, batch.num_top) for group in fallback_groups]
         drawn = _merge_parts(parts, device)
         if host_tokens is None and device.type == "cuda":
             host_tokens = copy_to_host(drawn.tokens)
@@ -139,35 +138,23 @@ class Sampler:
         if num_top is None:
             num_top = min(x.shape[1], max([request.num_top_tokens for request in requests]))
         groups = self._group_tasks(x, requests, range(len(requests)))
-        return _merge_parts(
-            [
-                ([task.batch_index for task in group], self._sample_group(x, group, num_top))
-                for group in groups
-            ],
-            x.device,
-        )
+        return _merge_parts([self._sample_group(x, group, num_top) for group in groups], x.device)
 
     def _group_tasks(
         self, x: Tensor, requests: Sequence[SamplingRequest], indices: Iterable[int]
     ) -> list[list[SamplingTask]]:
-        """The tasks of some rows, in groups that are worked on together."""
-        width, known = x.shape[1], None
+        """The tasks of some rows, in groups that go through the steps together."""
+        width, checked_bias = x.shape[1], None
         chosen = [(index, requests[index], requests[index].settings.compiled()) for index in indices]
         for _, request, _ in chosen:
             bias = request.settings.token_bias
-            if bias is not None and bias is not known:
+            if bias is not None and bias is not checked_bias:
                 check_bias(bias, width)
-                known = bias
-        groups: dict[object, list[SamplingTask]] = {}
+                checked_bias = bias
+        groups: dict[GroupKey, list[SamplingTask]] = {}
         for index, request, compiled in chosen:
-            task = make_task(
-                index,
-                request,
-                compiled,
-                compute_edits(request, compiled, self.vocabulary, width),
-                width,
-                x.device,
-            )
+            edits = compute_edits(request, compiled, self.vocabulary, width)
+            task = make_task(index, request, compiled, edits, width, x.device)
             groups.setdefault(task.group_key, []).append(task)
         return list(groups.values())
 
@@ -186,13 +173,12 @@ class Sampler:
         return x if x.stride(1) == 1 else x.contiguous()
 
     def _apply_cfg(self, logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
-        """One row of logits for each row; a view where nothing is guided."""
-        num_logits_rows = sum(2 if request.uses_cfg else 1 for request in requests)
-        x = self._checked_logits(logits, num_logits_rows)
-        if num_logits_rows == len(requests):
+        """One row of logits for each request, two mixed to one where it uses CFG; a view where none does."""
+        sizes = [2 if request.uses_cfg else 1 for request in requests]
+        x = self._checked_logits(logits, sum(sizes))
+        if len(x) == len(requests):
             return x
-        sizes = torch.tensor([2 if request.uses_cfg else 1 for request in requests])
-        first_rows = sizes.cumsum(0) - sizes
+        first_rows = torch.tensor([0, *accumulate(sizes[:-1])])
         cfg_rows = torch.tensor([index for index, request in enumerate(requests) if request.uses_cfg])
         scale = torch.tensor(
             [[_cfg_scale(request)] for request in requests if request.uses_cfg], dtype=x.dtype
@@ -205,19 +191,19 @@ class Sampler:
         mixed[cfg_rows] = mix_logits(x[positive_rows], x[positive_rows + 1], scale)
         return mixed
 
-    def _sample_group(self, x: Tensor, group: list[SamplingTask], num_top: int) -> DrawnTokens:
-        edits_logits = group[0].edits_logits
-        if len(group) < len(x):
-            x = x.index_select(
-                0, torch.tensor([task.batch_index for task in group]).to(x.device, non_blocking=True)
-            )
+    def _sample_group(
+        self, x: Tensor, tasks: list[SamplingTask], num_top: int
+    ) -> tuple[list[int], DrawnTokens]:
+        """Draw a token for the rows of one group from the batch's logits; with the rows' batch indices."""
+        batch_indices, edits_logits = [task.batch_index for task in tasks], tasks[0].edits_logits
+        if len(tasks) < len(x):
+            x = x.index_select(0, torch.tensor(batch_indices).to(x.device, non_blocking=True))
         elif edits_logits:
             x = x.clone(memory_format=torch.contiguous_format)
         if edits_logits:
-            apply_edits(x, [task.edits for task in group])
-            if any([task.compiled.logits_steps for task in group]):
-                apply_logits_steps(x, group, self.vocabulary)
-        return sample_group(x, group, self.vocabulary, num_top)
+            apply_edits(x, [task.edits for task in tasks])
+            apply_logits_steps(x, tasks, self.vocabulary)
+        return batch_indices, _draw_group(x, tasks, self.vocabulary, num_top)
 
 
 class PendingOutput:
@@ -266,8 +252,19 @@ class PendingOutput:
 
 
 def _merge_parts(parts: Sequence[tuple[list[int], DrawnTokens]], device: torch.device) -> DrawnTokens:
-    """The tokens of several groups, each with its rows' batch indices, in the order of the batch."""
-    drawn = parts[0][1] if len(parts) == 1 else join_groups(parts, device)
+    """The tokens of several groups, each with its rows' indices, in the order of the batch; in float32."""
+    drawn = parts[0][1]
+    if len(parts) > 1:
+        batch_order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
+        batch_order = batch_order.to(device, non_blocking=True)
+        drawn = DrawnTokens(
+            torch.cat([part.tokens for _, part in parts])[batch_order],
+            torch.cat([part.probs for _, part in parts])[batch_order],
+        )
+        tops = [(part.top_tokens, part.top_probs) for _, part in parts]
+        if all(tokens is not None for tokens, _ in tops):
+            drawn.top_tokens = torch.cat([tokens for tokens, _ in tops if tokens is not None])[batch_order]
+            drawn.top_probs = torch.cat([p for _, p in tops if p is not None])[batch_order]
     if drawn.top_probs is not None:
         drawn.top_probs = drawn.top_probs.float()
     if drawn.probs.dtype != torch.float32:
@@ -281,20 +278,9 @@ def _device_context(device: torch.device) -> AbstractContextManager[object]:
     return _NO_DEVICE_SWITCH if is_current else torch.cuda.device(device)
 
 
-def _is_greedy_only(request: SamplingRequest) -> bool:
-    """Whether a row is answered by its largest logit alone."""
-    settings = request.settings
-    return (
-        settings.compiled().greedy_only
-        and settings.token_bias is None
-        and request.allowed is None
-        and not (request.blocked or request.num_top_tokens or request.uses_cfg)
-    )
-
-
 def _cfg_scale(request: SamplingRequest) -> float:
     if request.settings.cfg_scale is None:
-        raise InputError("A guided row needs settings with a cfg_scale.")
+        raise InputError("A request that uses CFG needs settings with a cfg_scale.")
     return float(request.settings.cfg_scale)
 
 
@@ -307,7 +293,7 @@ GroupKey = tuple[SearchKind, bool, bool, bool]
 class SamplingTask(NamedTuple):
     """A row of the batch with what its settings amount to.
 
-    Tasks with the same `group_key`, which begins with `search_kind` and `edits_logits`, are worked on
+    Tasks with the same `group_key`, which begins with `search_kind` and `edits_logits`, go through the steps
     together.
     """
 
@@ -321,12 +307,13 @@ class SamplingTask(NamedTuple):
     group_key: GroupKey
 
 
-def task_group(
+def row_group(
     tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int, device: torch.device
-) -> TaskGroup:
-    """Tasks of one group; `width` counts the tokens."""
-    params = batch_params([task.compiled for task in tasks], device)
-    return TaskGroup(tasks, params, vocabulary, width, device)
+) -> RowGroup:
+    """The rows of some tasks; `width` counts the tokens."""
+    compiled = [task.compiled for task in tasks]
+    requests = [task.request for task in tasks]
+    return RowGroup(requests, compiled, batch_params(compiled, device), vocabulary, width, device)
 
 
 def make_task(
@@ -343,7 +330,7 @@ def make_task(
     if can_sync and "mirostat" in compiled.steps:
         initial = STATEFUL_STEPS["mirostat"](compiled.params)
         mu = float(request.state.step_state("mirostat").at(request.position, initial, device))
-    search = _search_for if mu is None else _search_for.__wrapped__  # no two targets are alike
+    search = _search_for if mu is None else _search_for.__wrapped__  # caching would not help: targets differ
     edits_logits = edits is not NO_EDITS or bool(compiled.logits_steps)
     floor, group_key = search(compiled, width, can_sync, mu, edits_logits)
     return SamplingTask(batch_index, request, compiled, edits, floor, group_key[0], edits_logits, group_key)
@@ -364,7 +351,7 @@ def _search_for(
         kind = "unfiltered"
     elif floor > -math.inf:
         kind = "floor_of_total" if floor_needs_total(compiled) else "floor_below_max"
-    # Sorting the vocabulary is so slow that no row should have to wait for another's.
+    # Sorting the vocabulary is slow: rows that need no sorting get a group of their own.
     needs_sort = (
         kind == "full_vocab" and bool(compiled.steps & STEPS_NEEDING_SORT),
         kind == "full_vocab" and "typical" in compiled.steps,
@@ -372,7 +359,7 @@ def _search_for(
     return floor, (kind, edited, *needs_sort)
 
 
-def sample_group(
+def _draw_group(
     x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, num_top: int
 ) -> DrawnTokens:
     """Draw a token for every row of edited logits (rows, vocab), all of one group, and update the rows'
@@ -380,43 +367,41 @@ def sample_group(
 
     Rows without a usable logit get a negative token.
     """
-    group = task_group(tasks, vocabulary, x.shape[1], x.device)
-    if tasks[0].search_kind == "greedy":
-        top, output = greedy_output(x, num_top)
-        update_states(group, None, output)
-        output.tokens = mark_failures(top, output.tokens)
-        return output
+    kind, group = tasks[0].search_kind, row_group(tasks, vocabulary, x.shape[1], x.device)
+    if kind == "greedy":
+        top, drawn = draw_greedy(x, num_top)
+        update_states(group, None, drawn)
+        drawn.tokens = _mark_failures(top, drawn.tokens)
+        return drawn
     maxima = block_maxima(x)
     top = maxima.amax(-1, keepdim=True)
-    if tasks[0].search_kind == "unfiltered" and x.shape[1] > SMALL_VOCAB:
-        output = draw_from_full_vocab(x, top, group.params, uniforms_for(tasks, x.device), num_top)
+    if kind == "unfiltered" and x.shape[1] > SMALL_VOCAB:
+        drawn = draw_from_full_vocab(x, top, group.params, _uniforms_for(group), num_top)
     else:
-        parts = []
-        for members, c in _find_candidates(x, tasks, group.params, maxima):
-            selected = group if len(members) == len(tasks) else _select(group, members)
-            _apply_steps(c, selected)
-            descending = tasks[0].search_kind == "top_k"  # found in this order on every device
-            parts.append((members, _draw(c, selected, num_top, descending)))
-        output = parts[0][1] if len(parts) == 1 else join_groups(parts, x.device)
-    output.tokens = mark_failures(top.squeeze(1), output.tokens)
-    return output
+        descending = kind == "top_k"  # found in this order on every device
+        parts = [
+            (members, _draw(c, selected, num_top, descending))
+            for members, c, selected in final_candidates(x, tasks, group, maxima)
+        ]
+        drawn = _merge_parts(parts, x.device)
+    drawn.tokens = _mark_failures(top.squeeze(1), drawn.tokens)
+    return drawn
 
 
 def final_candidates(
-    x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, maxima: Tensor
-) -> Iterator[tuple[list[int], Candidates]]:
-    """The candidates of rows after every step, some rows at a time, each time with the rows' task indices."""
-    group = task_group(tasks, vocabulary, x.shape[1], x.device)
+    x: Tensor, tasks: Sequence[SamplingTask], group: RowGroup, maxima: Tensor
+) -> Iterator[tuple[list[int], Candidates, RowGroup]]:
+    """The candidates of rows after every step, some rows at a time.
+
+    Each time with these rows' indices among the tasks, and with their part of `group`.
+    """
     for members, c in _find_candidates(x, tasks, group.params, maxima):
-        _apply_steps(c, _select(group, members))
-        yield members, c
-
-
-def _select(group: TaskGroup, members: list[int]) -> TaskGroup:
-    """Some of a group's rows."""
-    tasks = [group.tasks[member] for member in members]
-    params = batch_params([task.compiled for task in tasks], group.device)
-    return group._replace(tasks=tasks, params=params)
+        selected = group
+        if len(members) < len(tasks):
+            selected = row_group([tasks[i] for i in members], group.vocabulary, group.width, group.device)
+        for step in _used_steps("candidates", selected):
+            CANDIDATES_STEPS[step](c, StepRows(step, selected))
+        yield members, c, selected
 
 
 def _find_candidates(
@@ -432,68 +417,49 @@ def _find_candidates(
     return all_candidates_in_chunks(x, range(len(tasks)), compiled_rows)
 
 
-def _apply_steps(c: Candidates, group: TaskGroup) -> None:
-    used = frozenset[str]().union(*[task.compiled.steps for task in group.tasks])
-    for step in STEPS_BY_STAGE["candidates"]:
-        if step in used:
-            CANDIDATES_STEPS[step](c, StepRows(step, group))
+def _used_steps(stage: Stage, group: RowGroup) -> list[str]:
+    """The steps of a stage that any row takes, in order."""
+    used = frozenset[str]().union(*[{*row.steps, *row.logits_steps} for row in group.compiled])
+    return [step for step in STEPS_BY_STAGE[stage] if step in used]
 
 
 def apply_logits_steps(x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary) -> None:
     """Apply the steps on logits that need no text, in place, to edited logits (rows, vocab)."""
-    used = frozenset[str]().union(*[task.compiled.logits_steps for task in tasks])
-    for step in STEPS_BY_STAGE["logits"]:
-        if step in used:
-            LOGITS_STEPS[step](x, StepRows(step, task_group(tasks, vocabulary, x.shape[1], x.device)))
+    if any([task.compiled.logits_steps for task in tasks]):
+        group = row_group(tasks, vocabulary, x.shape[1], x.device)
+        for step in _used_steps("logits", group):
+            LOGITS_STEPS[step](x, StepRows(step, group))
 
 
-def _draw(c: Candidates, group: TaskGroup, num_top: int, descending: Tensor | bool) -> DrawnTokens:
-    uniforms = uniforms_for(group.tasks, group.device)
-    used = frozenset[str]().union(*[task.compiled.steps for task in group.tasks])
-    for step in STEPS_BY_STAGE["draw"]:
-        if step in used:
-            rows = StepRows(step, group)
-            uniforms = DRAW_STEPS[step](c, uniforms, rows)
-            descending = True if rows.active is None else descending | rows.active
+def _draw(c: Candidates, group: RowGroup, num_top: int, descending: Tensor | bool) -> DrawnTokens:
+    uniforms = _uniforms_for(group)
+    for step in _used_steps("draw", group):
+        rows = StepRows(step, group)
+        uniforms = DRAW_STEPS[step](c, uniforms, rows)
+        descending = True if rows.active is None else descending | rows.active
     drawn = draw_from_candidates(c, uniforms, num_top, descending)
-    if any([task.compiled.stateful_steps for task in group.tasks]):
-        update_states(group, c, drawn)
+    update_states(group, c, drawn)
     return drawn
 
 
-def uniforms_for(tasks: Sequence[Task], device: torch.device) -> Tensor:
+def _uniforms_for(group: RowGroup) -> Tensor:
     """The uniform numbers (rows, 1) of some rows."""
-    uniforms = [[task.request.state.uniform(task.request.position)] for task in tasks]
-    return torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True)
+    uniforms = [[request.state.uniform(request.position)] for request in group.requests]
+    return torch.tensor(uniforms, dtype=torch.float64).to(group.device, non_blocking=True)
 
 
-def update_states(group: TaskGroup, c: Candidates | None, drawn: DrawnTokens) -> None:
+def update_states(group: RowGroup, c: Candidates | None, drawn: DrawnTokens) -> None:
     """Let drawn tokens move the states of stateful steps; greedy rows have no candidates."""
-    for step in frozenset[str]().union(*[task.compiled.stateful_steps for task in group.tasks]):
+    for step in frozenset[str]().union(*[compiled.stateful_steps for compiled in group.compiled]):
         rows = StepRows(step, group)
         probs = drawn.probs.double().unsqueeze(1)
         rows.record_state(STATE_UPDATES[step](c, drawn.tokens.unsqueeze(1), probs, rows))
 
 
-def mark_failures(top: Tensor, tokens: Tensor) -> Tensor:
+def _mark_failures(top: Tensor, tokens: Tensor) -> Tensor:
     """Tokens, negative where the largest logit of a row (rows,) says that there is nothing to choose."""
     if top.device.type == "cpu" and math.isfinite(sum(top.tolist())):
         return tokens
     tokens = torch.where(top == -torch.inf, NO_TOKEN_ALLOWED, tokens)
     tokens = torch.where(top == torch.inf, INFINITE_LOGITS, tokens)
     return torch.where(top.isnan(), NAN_LOGITS, tokens)
-
-
-def join_groups(parts: Sequence[tuple[Sequence[int], DrawnTokens]], device: torch.device) -> DrawnTokens:
-    """The tokens of several groups in the order of the batch; each group comes with its rows' indices."""
-    batch_order = torch.tensor([member for members, _ in parts for member in members]).argsort()
-    batch_order = batch_order.to(device, non_blocking=True)
-    output = DrawnTokens(
-        torch.cat([part.tokens for _, part in parts])[batch_order],
-        torch.cat([part.probs for _, part in parts])[batch_order],
-    )
-    tops = [(part.top_tokens, part.top_probs) for _, part in parts]
-    if all(tokens is not None for tokens, _ in tops):
-        output.top_tokens = torch.cat([tokens for tokens, _ in tops if tokens is not None])[batch_order]
-        output.top_probs = torch.cat([p for _, p in tops if p is not None])[batch_order]
-    return output

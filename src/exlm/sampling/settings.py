@@ -31,7 +31,6 @@ from ..sampler_chain import (
     STATEFUL_STEPS,
     STEPS,
     STEPS_BY_STAGE,
-    Bounds,
     StepSetting,
     active_steps,
     is_greedy,
@@ -167,7 +166,7 @@ class Settings:
         return Settings(top_k=1, top_p=0.0, **kept)
 
     def check(self) -> None:
-        """Raise InputError, naming the field, for a value that cannot be meant."""
+        """Raise InputError, naming the field, for a value that is not valid."""
         check_settings(self)
         bias = self.token_bias
         if bias is not None and (not isinstance(bias, Tensor) or bias.dim() != 1):
@@ -183,7 +182,7 @@ class Settings:
             raise InputError(f"post_sampling_hooks must be a list of functions, found {hooks!r:.80}.")
 
     def compiled(self) -> CompiledSettings:
-        """What these settings amount to now; worked out again only after a field was assigned."""
+        """These settings compiled; compiled again only after a field was assigned."""
         compiled: CompiledSettings | None = self.__dict__["_compiled"]
         if compiled is None:
             self.check()
@@ -248,18 +247,21 @@ def _resolve_ids(tokenizer: PieceLookup, tokens: Iterable[int | str], method_nam
     return ids
 
 
-RULE_STEPS = frozenset({"guidance", "penalties", "dry"})
-"""Steps on the logits that depend on the request's text; `logits_processors` applies them."""
+REQUEST_STEPS = frozenset({"guidance", "penalties", "dry"})
+"""Steps on the logits that depend on more than the logits of the row; `logits_processors` has them."""
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledSettings:
     """Which steps a row takes, and their parameters.
 
+    They follow from the values of `Settings` and from nothing else. Equal settings share one object, and it
+    never changes: after an assignment the next token uses another one.
+
     `logits_steps` change the logits by their values alone, in order; `steps` are those after the softmax and
-    top-k; `stateful_steps` have a state that each token moves, also in a greedy row, which has no `steps`.
-    `kernel_row` is what the GPU kernels are told of the row. `greedy_only` is greedy and nothing else: the
-    largest logit is the answer.
+    top-k; `stateful_steps` have a state that each token changes, also in a greedy row, which has no `steps`.
+    `kernel_row` are the row's parameters for the GPU kernels, which can sample it if `kernels_support`.
+    `greedy_only` settings take the largest logit and use no other step.
     """
 
     greedy: bool
@@ -270,15 +272,20 @@ class CompiledSettings:
     params: Mapping[str, float]
     param_row: tuple[float, ...]
     kernel_row: tuple[float, ...]
-    kernels_know: bool
+    kernels_support: bool
     penalty_rule: PenaltyRule | None
     dry_rule: DryRule | None
     xtc_exempt_ids: frozenset[int] | None
     greedy_only: bool
 
+    @property
+    def reads_history(self) -> bool:
+        """Whether the tokens of the text matter."""
+        return self.penalty_rule is not None or self.dry_rule is not None
+
 
 def check_settings(settings: Settings) -> None:
-    """Raise InputError, naming the field, for a value that cannot be meant."""
+    """Raise InputError, naming the field, for a value that is not valid."""
     values = {name: getattr(settings, name) for name in SETTINGS}
     for name, setting in SETTINGS.items():
         _check_setting(setting, values[name])
@@ -290,7 +297,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def compile_settings(settings: Settings) -> CompiledSettings:
-    """What some settings amount to, checked; the same object for equal settings."""
+    """The settings checked and compiled; the same object for equal settings."""
     check_settings(settings)
     return _compile(
         tuple([_normalized(setting, getattr(settings, name)) for name, setting in SETTINGS.items()])
@@ -302,12 +309,28 @@ def _compile(ordered: tuple[Any, ...]) -> CompiledSettings:
     values: dict[str, Any] = dict(zip(SETTINGS, ordered, strict=True))
     greedy, active = is_greedy(values), active_steps(values)
     params = step_params(values, active)
-    logits_steps = tuple(name for name in STEPS_BY_STAGE["logits"] if name in active - RULE_STEPS)
+    logits_steps = tuple(name for name in STEPS_BY_STAGE["logits"] if name in active - REQUEST_STEPS)
     stateful_steps = tuple(name for name in STATEFUL_STEPS if name in active)
-    steps = active & {*STEPS_BY_STAGE["candidates"], *STEPS_BY_STAGE["draw"]}
-    steps = frozenset() if greedy else steps
-    penalty_rule = _penalty_rule(values) if "penalties" in active else None
-    dry_rule = _dry_rule(values) if "dry" in active else None
+    steps = frozenset() if greedy else active & {*STEPS_BY_STAGE["candidates"], *STEPS_BY_STAGE["draw"]}
+    penalty_rule = dry_rule = None
+    if "penalties" in active:
+        sustain = values["token_repetition_range"]
+        penalty_rule = PenaltyRule(
+            repetition=values["token_repetition_penalty"],
+            frequency=values["token_frequency_penalty"],
+            presence=values["token_presence_penalty"],
+            sustain=None if sustain < 0 else sustain,
+            decay=values["token_repetition_decay"],
+        )
+    if "dry" in active:
+        dry_rule = DryRule(
+            multiplier=values["dry_multiplier"],
+            base=values["dry_base"],
+            allowed_length=values["dry_allowed_length"],
+            max_match_length=values["dry_max_ngram"],
+            search_range=values["dry_range"],
+            breaker_ids=values["dry_sequence_breakers"],
+        )
     flags = sum(STEP_FLAGS[name] for name in steps & KERNEL_STEPS) + greedy * STEP_FLAGS["greedy"]
     kernel_params = [params[name] for name in KERNEL_PARAMS]
     return CompiledSettings(
@@ -319,33 +342,11 @@ def _compile(ordered: tuple[Any, ...]) -> CompiledSettings:
         params=params,
         param_row=tuple(params.values()),
         kernel_row=(*kernel_params, float(flags), float("mirostat" in active)),
-        kernels_know=active <= KERNEL_STEPS,
+        kernels_support=active <= KERNEL_STEPS,
         penalty_rule=penalty_rule,
         dry_rule=dry_rule,
         xtc_exempt_ids=values["xtc_ignore_tokens"],
         greedy_only=greedy and not stateful_steps and penalty_rule is None and dry_rule is None,
-    )
-
-
-def _penalty_rule(values: Mapping[str, Any]) -> PenaltyRule:
-    sustain = values["token_repetition_range"]
-    return PenaltyRule(
-        values["token_repetition_penalty"],
-        values["token_frequency_penalty"],
-        values["token_presence_penalty"],
-        None if sustain < 0 else sustain,
-        values["token_repetition_decay"],
-    )
-
-
-def _dry_rule(values: Mapping[str, Any]) -> DryRule:
-    return DryRule(
-        values["dry_multiplier"],
-        values["dry_base"],
-        values["dry_allowed_length"],
-        values["dry_max_ngram"],
-        values["dry_range"],
-        values["dry_sequence_breakers"],
     )
 
 
@@ -355,41 +356,26 @@ def _check_setting(setting: StepSetting, value: Any) -> None:
     if setting.type is frozenset:
         _check_ids(setting.name, value)
     elif setting.type is float:
-        _check_number(
-            setting.name,
-            value,
-            Real,
-            "None or a finite number" if setting.optional else "a finite number",
-            setting.bounds,
-        )
+        expected = "None or a finite number" if setting.optional else "a finite number"
+        _check_number(setting, value, Real, expected)
     elif setting.type is int:
-        _check_number(setting.name, value, Integral, "a whole number", setting.bounds)
+        _check_number(setting, value, Integral, "a whole number")
 
 
-def _check_number(name: str, value: Any, kind: type, expected: str, bounds: Bounds) -> None:
-    fits = isinstance(value, kind) and not isinstance(value, bool)
-    if not fits:
-        raise InputError(f"{name} must be {expected}, found {value!r} ({type(value).__name__}).")
-    if not _is_finite(value):
-        raise InputError(f"{name} must be {expected}, found {_describe_number(value)}.")
-    violation = bounds.describe_violation(value)
-    if violation is not None:
-        raise InputError(f"{name} must be {violation}, found {value!r}.")
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether it is a number that a float can hold."""
+def _check_number(setting: StepSetting, value: Any, kind: type, expected: str) -> None:
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_number:
+        raise InputError(f"{setting.name} must be {expected}, found {value!r} ({type(value).__name__}).")
+    found = repr(value)
     try:
-        return math.isfinite(value)
+        is_finite = math.isfinite(value)
     except OverflowError:
-        return False
-
-
-def _describe_number(value: Any) -> str:
-    """The number, unless it is a very long one."""
-    if not isinstance(value, Integral):
-        return repr(value)
-    return f"one of {int(value).bit_length()} bits, more than a float holds"
+        is_finite, found = False, f"one of {int(value).bit_length()} bits, more than a float holds"
+    if not is_finite:
+        raise InputError(f"{setting.name} must be {expected}, found {found}.")
+    violation = setting.bounds.describe_violation(value)
+    if violation is not None:
+        raise InputError(f"{setting.name} must be {violation}, found {value!r}.")
 
 
 def _check_ids(name: str, value: Any) -> None:

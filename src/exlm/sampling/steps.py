@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,20 +29,11 @@ from .settings import CompiledSettings
 from .vocabulary import SamplerVocabulary
 
 
-class Task(Protocol):
-    """The part of a row's task that steps read."""
+class RowGroup(NamedTuple):
+    """Rows that go through the steps together, and what their steps read; `width` counts the tokens."""
 
-    @property
-    def request(self) -> SamplingRequest: ...
-
-    @property
-    def compiled(self) -> CompiledSettings: ...
-
-
-class TaskGroup(NamedTuple):
-    """Rows that are worked on together, and what their steps read; `width` counts the tokens."""
-
-    tasks: Sequence[Task]
+    requests: Sequence[SamplingRequest]
+    compiled: Sequence[CompiledSettings]
     params: BatchParams
     vocabulary: SamplerVocabulary
     width: int
@@ -56,12 +47,12 @@ class StepRows:
     step (rows, 1); None if all do.
     """
 
-    def __init__(self, step: str, group: TaskGroup) -> None:
+    def __init__(self, step: str, group: RowGroup) -> None:
         self.step = step
         self.params = group.params.columns
         self.device = group.device
-        self._tasks, self._vocabulary, self._width = group.tasks, group.vocabulary, group.width
-        uses = [step in task.compiled.steps or step in task.compiled.logits_steps for task in group.tasks]
+        self._group = group
+        uses = [step in compiled.steps or step in compiled.logits_steps for compiled in group.compiled]
         self.active = (
             None if all(uses) else torch.tensor(uses).unsqueeze(1).to(self.device, non_blocking=True)
         )
@@ -69,41 +60,34 @@ class StepRows:
     @cached_property
     def state(self) -> Tensor:
         """Each row's state of the step (rows, 1), for the token that is to be sampled."""
-        initial = STATEFUL_STEPS[self.step]
+        initial, group = STATEFUL_STEPS[self.step], self._group
         states = [
-            task.request.state.step_state(self.step).at(
-                task.request.position, initial(task.compiled.params), self.device
-            )
-            for task in self._tasks
+            request.state.step_state(self.step).at(request.position, initial(compiled.params), self.device)
+            for request, compiled in zip(group.requests, group.compiled, strict=True)
         ]
         return torch.stack(states).unsqueeze(1)
 
     def record_state(self, values: Tensor) -> None:
         """Remember the states (rows, 1) that the drawn tokens led to, in the rows that use the step."""
-        flat = values.squeeze(1)
-        for index, task in enumerate(self._tasks):
-            if self.step in task.compiled.stateful_steps:
-                task.request.state.step_state(self.step).record(task.request.position, flat, index)
+        flat, group = values.squeeze(1), self._group
+        for index, (request, compiled) in enumerate(zip(group.requests, group.compiled, strict=True)):
+            if self.step in compiled.stateful_steps:
+                request.state.step_state(self.step).record(request.position, flat, index)
 
     def xtc_exempt_mask(self, c: Candidates) -> Tensor | None:
         """Which candidates XTC never excludes (rows, k); None if that is none."""
+        _, compiled_rows, _, vocabulary, width, device = self._group
         sets = [
-            None
-            if self.step not in task.compiled.steps
-            else self._vocabulary.xtc_exempt_ids
-            if task.compiled.xtc_exempt_ids is None
-            else task.compiled.xtc_exempt_ids
-            for task in self._tasks
+            vocabulary.xtc_exempt_ids_of(compiled) if self.step in compiled.steps else None
+            for compiled in compiled_rows
         ]
         used = [ids for ids in sets if ids is not None]
         if not any(used):
             return None
         if all(ids is used[0] or ids == used[0] for ids in used):
-            mask = self._vocabulary.mask(used[0], self._width, self.device)
+            mask = vocabulary.mask(used[0], width, device)
             return mask.unsqueeze(0) if c.ids is None else mask[c.ids]
-        masks = torch.stack(
-            [self._vocabulary.mask(ids or frozenset(), self._width, self.device) for ids in sets]
-        )
+        masks = torch.stack([vocabulary.mask(ids or frozenset(), width, device) for ids in sets])
         return masks if c.ids is None else masks.gather(1, c.ids)
 
 

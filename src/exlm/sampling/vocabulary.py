@@ -13,6 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .penalties import DryRule
+from .settings import CompiledSettings
+
 DRY_BREAKER_CHARACTERS = '.,!?<>[](){}"\n\t'
 
 
@@ -52,6 +55,14 @@ class SamplerVocabulary:
     def xtc_exempt_ids(self) -> frozenset[int]:
         """Tokens with a line break, and all special tokens."""
         return self._ids_containing("\n")
+
+    def dry_breaker_ids_of(self, rule: DryRule) -> frozenset[int]:
+        """Tokens that end a repetition: those of a rule, or the default."""
+        return self.dry_breaker_ids if rule.breaker_ids is None else rule.breaker_ids
+
+    def xtc_exempt_ids_of(self, compiled: CompiledSettings) -> frozenset[int]:
+        """Tokens that XTC never excludes: those of some settings, or the default."""
+        return self.xtc_exempt_ids if compiled.xtc_exempt_ids is None else compiled.xtc_exempt_ids
 
     def mask(self, ids: frozenset[int], width: int, device: torch.device) -> Tensor:
         """A set of ids as booleans (width,); cached, because few different sets are used."""

@@ -71,7 +71,7 @@ def check_against_oracle(seed: int) -> None:
         dry_range=rng.choice((0, 0, 1, 2, 30, 1000)),
         dry_sequence_breakers=breakers,
     )
-    costs = oracle.dry_costs(text, settings, breakers, WIDTH)
+    costs = oracle.dry_penalties(text, settings, breakers, WIDTH)
     wanted = [min(costs.get(token, 0.0), MAX_DRY_PENALTY) for token in range(WIDTH)]
     assert kernel_costs(text, settings, breakers) == pytest.approx(wanted, rel=1e-6)
 
