@@ -1,8 +1,8 @@
-"""The persistent batch of the GPU sampler: what the kernels must be told of each row, and what changed since.
+"""The persistent batch of the GPU sampler: each row's header and parameters, and how they change per step.
 
-A batch that comes again, each text a token longer, costs a few comparisons and one upload. Only rows that
-were added, moved or changed are read again. What is kept of a text lives as long as its `SamplerState`. One
-`GpuSampler` serves one sampler, from one thread.
+If the same requests come again, each text a token longer, a step costs a few comparisons and one upload. Only
+rows that were added, moved or changed are built anew. Lists on the device (token counts, texts) live as long
+as the `SamplerState` of their text. One `GpuSampler` serves one sampler, from one thread.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ TokenCountsWords = tuple[int, int, int, int, int, int]
 
 
 class DeviceTokenCounts:
-    """The last `sustain` tokens of a text (None: all of them) on the device, as pairs of a token and its
-    count.
+    """The last `sustain` tokens of a text (None: all of them) on the device, as pairs (token, count).
 
-    `synced_length` is the length of the text that the pairs stand for once the words given so far were used.
+    `synced_length` is the length of the text that the pairs count after the kernels used the words so far.
     """
 
     def __init__(self, sustain: int | None, width: int, device: torch.device) -> None:
@@ -107,7 +106,7 @@ TokenHistoryWords = tuple[int, int, int]
 class DeviceTokenHistory:
     """A text on the device, as int32 ids.
 
-    `synced_length` is the length of the text that the device has once the words given so far were used.
+    `synced_length` is the length of the text on the device after the kernels used the words so far.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -122,8 +121,8 @@ class DeviceTokenHistory:
         """How many more tokens fit."""
         return self._capacity - self.synced_length
 
-    def sync(self, history: Sequence[int]) -> TokenHistoryWords:
-        """The words for a text as it is now; copies what the device lacks, but for the last token."""
+    def sync(self, history: Sequence[int], extra: array[int], extra_start: int) -> TokenHistoryWords:
+        """The words for a text as it is now; copies all tokens that the device lacks but the last one."""
         length = len(history)
         if length > self._capacity or self._ids is None:
             self._capacity = max(MIN_HISTORY_CAPACITY, 1 << (2 * length - 1).bit_length())
@@ -146,7 +145,7 @@ UNTRACKED_VERSION = -1  # of a bias whose changes torch does not count
 
 @dataclass(eq=False)
 class RowParams:
-    """What does not change from token to token of one row: compiled settings, the header, what it points to.
+    """What stays the same from token to token of one row: compiled settings, header, tensors it points to.
 
     `blocked_ids` are those within the vocabulary; `mutable_blocked` are all, if they may change in place.
     """
@@ -169,7 +168,7 @@ class RowParams:
         return bool(compiled.penalty_rule or compiled.dry_rule or self.blocked_ids or self.bias is not None)
 
     def is_valid(self, request: SamplingRequest) -> bool:
-        """Whether nothing of this has changed for a request."""
+        """Whether the parameters are still those of a request."""
         request_stamp, settings_stamp, state_stamp = self.version_stamps
         return (
             request_stamp is request.version_stamp
@@ -188,23 +187,26 @@ class RowParamsBuilder:
         self._biases: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()
 
     def build(self, request: SamplingRequest, previous: RowParams | None) -> RowParams:
-        """The parameters of a request; the device lists of the previous ones are reused for the same text."""
+        """The parameters of a request; those of the same text before lend their lists on the device."""
         settings, state = request.settings, request.state
         compiled = settings.compiled()
-        seed, branch = state.philox_words()
+        seed, rewind_count = state.philox_words()
         header = [0] * HEADER_WORDS
-        header[HEADER_OFFSETS["seed"]], header[HEADER_OFFSETS["seed"] + 2] = seed, branch
+        header[HEADER_OFFSETS["seed"]], header[HEADER_OFFSETS["seed"] + 2] = seed, rewind_count
         header[HEADER_OFFSETS["token_counts"] + 2] = header[HEADER_OFFSETS["token_counts"] + 3] = NO_TOKEN
         if "mirostat" in compiled.stateful_steps:
             mu = state.step_state("mirostat").initial or STATEFUL_STEPS["mirostat"](compiled.params)
             (header[HEADER_OFFSETS["initial_mu"]],) = struct.unpack("q", struct.pack("d", mu))
         bias = settings.token_bias
         device_bias, version = (None, 0) if bias is None else self._device_bias(bias)
-        xtc_exempt_mask = self._xtc_exempt_mask(compiled)
-        header[HEADER_OFFSETS["bias"]] = 0 if device_bias is None else device_bias.data_ptr()
-        header[HEADER_OFFSETS["xtc_exempt"]] = 0 if xtc_exempt_mask is None else xtc_exempt_mask.data_ptr()
-        breaker_mask = self._breaker_mask(compiled)
-        header[HEADER_OFFSETS["dry_breakers"]] = 0 if breaker_mask is None else breaker_mask.data_ptr()
+        xtc_exempt_mask = breaker_mask = None
+        if "xtc" in compiled.steps:
+            xtc_exempt_mask = self._mask(self.vocabulary.xtc_exempt_ids_of(compiled))
+        if compiled.dry_rule is not None:
+            breaker_mask = self._mask(self.vocabulary.dry_breaker_ids_of(compiled.dry_rule))
+        tensors = {"bias": device_bias, "xtc_exempt": xtc_exempt_mask, "dry_breakers": breaker_mask}
+        for name, tensor in tensors.items():
+            header[HEADER_OFFSETS[name]] = 0 if tensor is None else tensor.data_ptr()
         reusable = previous if previous and previous.version_stamps[2] is state.version_stamp else None
         version_stamps = (request.version_stamp, settings.version_stamp, state.version_stamp)
         blocked = tuple(request.blocked)
@@ -216,7 +218,7 @@ class RowParamsBuilder:
             mutable_blocked=None if isinstance(request.blocked, IMMUTABLE_TYPES) else blocked,
             bias=bias,
             bias_version=version,
-            referenced_tensors=(device_bias, xtc_exempt_mask, breaker_mask),
+            referenced_tensors=tuple(tensors.values()),
             token_counts=self._token_counts(compiled, reusable),
             token_history=self._token_history(compiled, reusable),
         )
@@ -240,24 +242,6 @@ class RowParamsBuilder:
         old = None if previous is None else previous.token_history
         return old or DeviceTokenHistory(self.width, self.device)
 
-    def _xtc_exempt_mask(self, compiled: CompiledSettings) -> Tensor | None:
-        """The tokens that XTC never excludes."""
-        if "xtc" not in compiled.steps:
-            return None
-        return self._mask(
-            self.vocabulary.xtc_exempt_ids if compiled.xtc_exempt_ids is None else compiled.xtc_exempt_ids
-        )
-
-    def _breaker_mask(self, compiled: CompiledSettings) -> Tensor | None:
-        """The tokens that end a repetition."""
-        if compiled.dry_rule is None:
-            return None
-        return self._mask(
-            self.vocabulary.dry_breaker_ids
-            if compiled.dry_rule.breaker_ids is None
-            else compiled.dry_rule.breaker_ids
-        )
-
     def _mask(self, ids: frozenset[int]) -> Tensor | None:
         return self.vocabulary.mask(ids, self.width, self.device) if ids else None
 
@@ -265,11 +249,11 @@ class RowParamsBuilder:
         """A bias on the device, sent again only if it was changed, and its version."""
         check_bias(bias, self.width)
         version = tensor_version(bias)
-        known = self._biases.get(bias)
-        if known is None or version == UNTRACKED_VERSION or known[1] != version:
+        cached = self._biases.get(bias)
+        if cached is None or version == UNTRACKED_VERSION or cached[1] != version:
             device_bias = bias.detach().to(self.device, torch.float32, copy=True).contiguous()
-            known = self._biases[bias] = (device_bias, version)
-        return known
+            cached = self._biases[bias] = (device_bias, version)
+        return cached
 
 
 def tensor_version(bias: Tensor) -> int:
@@ -287,15 +271,13 @@ def is_device_mask(allowed: Tensor | Collection[int] | None) -> bool:
     return isinstance(allowed, Tensor) and allowed.device.type != "cpu"
 
 
-MU_OFFSET, DECAY_OFFSET, ALLOWED_OFFSET = (
-    HEADER_OFFSETS["mu"],
-    HEADER_OFFSETS["decaying"],
-    HEADER_OFFSETS["allowed"],
-)
+POSITION_OFFSET, BLOCKED_OFFSET = HEADER_OFFSETS["seed"] + 1, HEADER_OFFSETS["blocked"]
+MU_OFFSET, DECAY_OFFSET = HEADER_OFFSETS["mu"], HEADER_OFFSETS["decaying"]
+ALLOWED_OFFSET = HEADER_OFFSETS["allowed"]
 COUNTS_OFFSET, NEW_COUNTS_OFFSET = HEADER_OFFSETS["token_counts"], HEADER_OFFSETS["new_counts"]
-COUNTS_SIZE_OFFSET, ENTERED_OFFSET, LEFT_OFFSET = COUNTS_OFFSET + 1, COUNTS_OFFSET + 2, COUNTS_OFFSET + 3
+ENTERED_OFFSET, LEFT_OFFSET = COUNTS_OFFSET + 2, COUNTS_OFFSET + 3
 HISTORY_OFFSET, LAST_TOKEN_OFFSET = HEADER_OFFSETS["history"], HEADER_OFFSETS["history"] + 2
-WORD_BYTES = 8  # bytes
+WORD_BYTES = 8
 LAST_ITEM = itemgetter(-1)
 
 
@@ -306,83 +288,92 @@ class RowHeaders(NamedTuple):
     num_words: int
 
 
-class CountedRow(NamedTuple):
-    """A row whose penalised tokens are counted on the device."""
+class HistoryWriter:
+    """Writes the headers' words of lists on the device that follow the texts, such as the texts themselves.
 
-    row: int
-    counts: DeviceTokenCounts
-    history: list[int]
-
-
-class HistoryRow(NamedTuple):
-    """A row whose text is on the device."""
-
-    row: int
-    device_history: DeviceTokenHistory
-    history: list[int]
-
-
-class LastTokenWriter:
-    """Writes the last token of each text into one column; packed first, because numpy is slow with lists."""
-
-    def __init__(
-        self, headers: RowHeaders, row_numbers: list[int], column: int, histories: list[list[int]]
-    ) -> None:
-        self._words, self._histories = headers.words, histories
-        self._target_cells = row_index(row_numbers, headers), column
-        self._pack, self._bytes = (
-            struct.Struct(f"{len(histories)}q").pack_into,
-            bytearray(WORD_BYTES * len(histories)),
-        )
-        self._tokens = np.frombuffer(self._bytes, np.int64)
-
-    def write(self) -> None:
-        """Write them; no text is empty."""
-        self._pack(self._bytes, 0, *map(LAST_ITEM, self._histories))
-        self._words[self._target_cells] = self._tokens
-
-
-class PenaltyWriter:
-    """Writes which token entered the counts of each text, and which one left them.
-
-    What does not depend on the next token is written right after a launch, while the device works.
+    If every text grew by one token, only the column of last tokens is written; the rest of the words is
+    prepared right after the launch before, while the device works.
     """
 
-    def __init__(self, headers: RowHeaders, members: Sequence[CountedRow]) -> None:
-        self._words, self._size, self._members = headers.words, headers.num_words, members
-        row_numbers = [member.row for member in members]
-        self._rows = row_index(row_numbers, headers)
-        self._histories = [member.history for member in members]
-        self._counts = [member.counts for member in members]
-        self._last_token_writer = LastTokenWriter(headers, row_numbers, ENTERED_OFFSET, self._histories)
-        self._windows = [(row, history, counts.sustain) for row, counts, history in members if counts.sustain]
-        self._empty_windows = [row for row, counts, _ in members if counts.sustain == 0]
+    first_offset, size_offset, last_token_offset, end_offset = (
+        HISTORY_OFFSET,
+        HISTORY_OFFSET + 1,
+        LAST_TOKEN_OFFSET,
+        LAST_TOKEN_OFFSET + 1,
+    )
+
+    def __init__(
+        self,
+        headers: RowHeaders,
+        rows: list[int],
+        lists: Sequence[DeviceTokenHistory | DeviceTokenCounts],
+        histories: list[list[int]],
+    ) -> None:
+        self._words, self._size = headers
+        self._lists, self._histories = lists, histories
+        self._rows = row_index(rows, headers)
         self._capacity_left = 0
+        # The last tokens are packed into bytes first, because numpy is slow with lists.
+        self._pack_tokens = struct.Struct(f"{len(rows)}q").pack_into
+        self._token_bytes = bytearray(WORD_BYTES * len(rows))
+        self._tokens = np.frombuffer(self._token_bytes, np.int64)
 
     def write(self, grew_by_one: bool, extra: array[int]) -> None:
-        """Write the words; `grew_by_one` if every text is one token longer than before."""
+        """Write the words; `grew_by_one` if every text is one token longer than before, so none is empty."""
         if grew_by_one and self._capacity_left > 0:
-            self._last_token_writer.write()
-            if self._empty_windows:
-                self._words[self._empty_windows, LEFT_OFFSET] = self._words[
-                    self._empty_windows, ENTERED_OFFSET
-                ]
+            self._pack_tokens(self._token_bytes, 0, *map(LAST_ITEM, self._histories))
+            self._words[self._rows, self.last_token_offset] = self._tokens
             return
-        self._words[self._rows, COUNTS_OFFSET : NEW_COUNTS_OFFSET + 2] = [
-            counts.sync(history, extra, self._size) for _, counts, history in self._members
+        self._words[self._rows, self.first_offset : self.end_offset] = [
+            each.sync(history, extra, self._size)
+            for each, history in zip(self._lists, self._histories, strict=True)
         ]
         self._capacity_left = 0
 
-    def after_send(self) -> None:
+    def after_launch(self) -> None:
         """Prepare the next write; what was written was uploaded."""
-        for counts, history in zip(self._counts, self._histories, strict=True):
-            counts.synced_length = len(history)
+        for each, history in zip(self._lists, self._histories, strict=True):
+            each.synced_length = len(history)
         if self._capacity_left > 0:
             self._capacity_left -= 1
         else:
-            self._capacity_left = min([counts.capacity_left for counts in self._counts])
+            self._capacity_left = min([each.capacity_left for each in self._lists])
+        self._words[self._rows, self.size_offset] += 1
+
+
+class PenaltyWriter(HistoryWriter):
+    """Writes which token entered the penalised tokens of each text, and which one left them."""
+
+    first_offset, size_offset, last_token_offset, end_offset = (
+        COUNTS_OFFSET,
+        COUNTS_OFFSET + 1,
+        ENTERED_OFFSET,
+        NEW_COUNTS_OFFSET + 2,
+    )
+
+    def __init__(
+        self,
+        headers: RowHeaders,
+        rows: list[int],
+        counts: Sequence[DeviceTokenCounts],
+        histories: list[list[int]],
+    ) -> None:
+        super().__init__(headers, rows, counts, histories)
+        members = list(zip(rows, histories, counts, strict=True))
+        self._windows = [(row, history, each.sustain) for row, history, each in members if each.sustain]
+        self._empty_windows = [row for row, _, each in members if each.sustain == 0]
+
+    def write(self, grew_by_one: bool, extra: array[int]) -> None:
+        """Write the words; with an empty window a token leaves as it enters."""
+        super().write(grew_by_one, extra)
+        if self._capacity_left > 0 and self._empty_windows:
+            self._words[self._empty_windows, LEFT_OFFSET] = self._words[self._empty_windows, ENTERED_OFFSET]
+
+    def after_launch(self) -> None:
+        """Prepare the next write: which token leaves each window."""
+        if self._capacity_left <= 0:
             self._words[self._rows, NEW_COUNTS_OFFSET + 1] = 0
-        self._words[self._rows, COUNTS_SIZE_OFFSET] += 1
+        super().after_launch()
         for row, history, sustain in self._windows:
             self._words[row, LEFT_OFFSET] = history[-sustain] if len(history) >= sustain else NO_TOKEN
 
@@ -396,48 +387,13 @@ class DecayWriter:
     def write(self, extra: array[int]) -> None:
         """Write the tokens, their counts and their strengths."""
         for row, state, rule in self._members:
-            terms = state.penalized_tokens(rule)
-            self._headers.words[row, DECAY_OFFSET : DECAY_OFFSET + 2] = (
-                self._headers.num_words + len(extra),
-                len(terms.ids),
-            )
-            extra.extend(terms.ids)
-            append_float64(extra, terms.counts)
-            append_float64(extra, terms.strengths or (1.0,) * len(terms.ids))
-
-
-class HistoryWriter:
-    """Writes the texts that DRY searches: their new last tokens."""
-
-    def __init__(self, headers: RowHeaders, members: Sequence[HistoryRow]) -> None:
-        self._words, self._members = headers.words, members
-        row_numbers = [member.row for member in members]
-        self._rows = row_index(row_numbers, headers)
-        self._histories = [member.history for member in members]
-        self._last_token_writer = LastTokenWriter(headers, row_numbers, LAST_TOKEN_OFFSET, self._histories)
-        self._device_histories = [member.device_history for member in members]
-        self._capacity_left = 0
-
-    def write(self, grew_by_one: bool) -> None:
-        """Write the words; `grew_by_one` if every text is one token longer than before."""
-        if grew_by_one and self._capacity_left > 0:
-            self._last_token_writer.write()
-            return
-        self._words[self._rows, HISTORY_OFFSET : LAST_TOKEN_OFFSET + 1] = [
-            device_history.sync(history) for _, device_history, history in self._members
-        ]
-        self._capacity_left = 0
-
-    def after_send(self) -> None:
-        """Prepare the next write; what was written was uploaded."""
-        for device_history, history in zip(self._device_histories, self._histories, strict=True):
-            device_history.synced_length = len(history)
-        self._capacity_left = (
-            self._capacity_left - 1
-            if self._capacity_left > 0
-            else min([each.capacity_left for each in self._device_histories])
-        )
-        self._words[self._rows, HISTORY_OFFSET + 1] += 1
+            penalized = state.penalized_tokens(rule)
+            count = len(penalized.ids)
+            start = self._headers.num_words + len(extra)
+            self._headers.words[row, DECAY_OFFSET : DECAY_OFFSET + 2] = start, count
+            extra.extend(penalized.ids)
+            for values in (penalized.counts, penalized.strengths or (1.0,) * count):
+                extra.frombytes(array("d", values).tobytes())  # the bits of float64 numbers
 
 
 class MaskWriter:
@@ -470,15 +426,13 @@ class MuWriter:
         self._words, self._members, self._device = headers.words, members, device
         row_numbers = [row for row, _ in members]
         self._rows, self._offsets = row_index(row_numbers, headers), np.array(row_numbers) * WORD_BYTES
-        self._mu_histories = [state.records for _, state in members]
+        self._records = [state.records for _, state in members]
         self._keep_alive: list[Tensor] = []
         self._last_records: list[StateRecord] = []
 
     def write(self, grew_by_one: bool, positions: Sequence[int]) -> None:
         """Write the address of the target for each position; `grew_by_one` if each is the next position."""
-        if grew_by_one and all(
-            map(is_, [previous_mus[-1] for previous_mus in self._mu_histories], self._last_records)
-        ):
+        if grew_by_one and all(map(is_, [records[-1] for records in self._records], self._last_records)):
             return
         self._keep_alive.clear()
         previous_mus, base = None, 0
@@ -498,7 +452,7 @@ class MuWriter:
         self._keep_alive.append(mus)  # it must live until it was read
         return mus.data_ptr()
 
-    def after_send(self, positions: Sequence[int], mus: Tensor) -> None:
+    def after_launch(self, positions: Sequence[int], mus: Tensor) -> None:
         """Record the new targets, and write their addresses for the next tokens."""
         self._last_records = [state.record(positions[row], mus, row) for row, state in self._members]
         self._words[self._rows, MU_OFFSET] = mus.data_ptr() + self._offsets
@@ -507,11 +461,6 @@ class MuWriter:
 def row_index(row_numbers: list[int], headers: RowHeaders) -> slice | list[int]:
     """Some rows as an index; a slice, which is faster, if it is all of them."""
     return slice(None) if len(row_numbers) == len(headers.words) else row_numbers
-
-
-def append_float64(extra: array[int], values: Collection[float]) -> None:
-    """Append the bits of some numbers as float64."""
-    extra.frombytes(array("d", values).tobytes())
 
 
 def pack_allowed(allowed: Tensor | Collection[int], width: int) -> array[int]:
@@ -529,9 +478,6 @@ def pack_allowed(allowed: Tensor | Collection[int], width: int) -> array[int]:
         known = np.packbits(mask, bitorder="little")
     packed[: len(known)] = known[: len(packed)]
     return array("q", packed.tobytes())
-
-
-POSITION_OFFSET, BLOCKED_OFFSET = HEADER_OFFSETS["seed"] + 1, HEADER_OFFSETS["blocked"]
 
 
 class KernelGroup:
@@ -559,47 +505,52 @@ class KernelGroup:
         headers[:, BLOCKED_OFFSET + 1] = counts = np.array([len(params.blocked_ids) for params in row_params])
         headers[:, BLOCKED_OFFSET] = count * HEADER_WORDS + counts.cumsum() - counts
         self._param_table = param_table(tuple([params.compiled for params in row_params]), builder.device)
-        edits_logits, updates_mu = (
-            any([params.edits_logits for params in row_params]),
-            any(["mirostat" in params.compiled.stateful_steps for params in row_params]),
-        )
+        edits_logits = any([params.edits_logits for params in row_params])
+        updates_mu = any(["mirostat" in params.compiled.stateful_steps for params in row_params])
         uses_dry = any([params.token_history is not None for params in row_params])
         self._launch_key = SamplingLaunchKey(count, variant, num_top, edits_logits, updates_mu, uses_dry)
-        self._states = [row.state for row in requests]
-        self._histories = [row.state.history if row.history is None else row.history for row in requests]
+        self._states = [request.state for request in requests]
+        self._histories = [
+            state.history if request.history is None else request.history
+            for request, state in zip(requests, self._states, strict=True)
+        ]
         self._next_positions: list[int] = []
         self._create_writers(requests, row_params, builder)
 
     def _create_writers(
         self, requests: Sequence[SamplingRequest], row_params: Sequence[RowParams], builder: RowParamsBuilder
     ) -> None:
-        """Create the writers of what the rows use."""
-        headers, members = RowHeaders(self._headers, len(self._packed)), list(enumerate(row_params))
-        counted = [
-            CountedRow(i, params.token_counts, requests[i].state.history)
-            for i, params in members
-            if params.token_counts is not None
-        ]
+        """Create the writers that the rows need."""
+        headers, texts = (
+            RowHeaders(self._headers, len(self._packed)),
+            [state.history for state in self._states],
+        )
+        counts = {i: params.token_counts for i, params in enumerate(row_params) if params.token_counts}
+        histories = {i: params.token_history for i, params in enumerate(row_params) if params.token_history}
         decaying = [
-            (i, requests[i].state, params.compiled.penalty_rule)
-            for i, params in members
+            (i, self._states[i], params.compiled.penalty_rule)
+            for i, params in enumerate(row_params)
             if params.compiled.penalty_rule is not None and params.token_counts is None
         ]
-        with_history = [
-            HistoryRow(i, params.token_history, requests[i].state.history)
-            for i, params in members
-            if params.token_history is not None
-        ]
-        with_mirostat = [
-            (i, requests[i].state.step_state("mirostat"))
-            for i, params in members
+        mu_states = [
+            (i, self._states[i].step_state("mirostat"))
+            for i, params in enumerate(row_params)
             if "mirostat" in params.compiled.stateful_steps
         ]
         self._mask_writer = MaskWriter(headers, requests, builder.width)
-        self._penalty_writer = PenaltyWriter(headers, counted) if counted else None
         self._decay_writer = DecayWriter(headers, decaying) if decaying else None
-        self._history_writer = HistoryWriter(headers, with_history) if with_history else None
-        self._mu_writer = MuWriter(headers, with_mirostat, builder.device) if with_mirostat else None
+        self._mu_writer = MuWriter(headers, mu_states, builder.device) if mu_states else None
+        self._list_writers: list[HistoryWriter] = []
+        if counts:
+            rows = [*counts]
+            self._list_writers.append(
+                PenaltyWriter(headers, rows, [*counts.values()], [texts[i] for i in rows])
+            )
+        if histories:
+            rows = [*histories]
+            self._list_writers.append(
+                HistoryWriter(headers, rows, [*histories.values()], [texts[i] for i in rows])
+            )
 
     def launch(
         self,
@@ -615,12 +566,10 @@ class KernelGroup:
         if not grew_by_one:
             self._headers[:, POSITION_OFFSET] = positions
         extra = array("q")
-        if self._penalty_writer is not None:
-            self._penalty_writer.write(grew_by_one, extra)
+        for writer in self._list_writers:
+            writer.write(grew_by_one, extra)
         if self._decay_writer is not None:
             self._decay_writer.write(extra)
-        if self._history_writer is not None:
-            self._history_writer.write(grew_by_one)
         key = self._launch_key
         if self._mask_writer.write(has_masks, extra) and not key.edits_logits:
             key = key._replace(edits_logits=True)
@@ -632,20 +581,18 @@ class KernelGroup:
         self._after_launch(positions, kernel_output.mus)
         return kernel_output
 
-    def select_own(self, values: Tensor) -> Tensor:
-        """The rows' values, of the whole batch's."""
+    def select_rows(self, values: Tensor) -> Tensor:
+        """The values of the group's rows, from those of the batch."""
         return values[torch.tensor(self.batch_indices).to(values.device, non_blocking=True)]
 
     def _after_launch(self, positions: list[int], mus: Tensor) -> None:
         """Prepare for the next tokens, while the device works."""
         self._headers[:, POSITION_OFFSET] += 1
         self._next_positions = [position + 1 for position in positions]
-        if self._penalty_writer is not None:
-            self._penalty_writer.after_send()
-        if self._history_writer is not None:
-            self._history_writer.after_send()
+        for writer in self._list_writers:
+            writer.after_launch()
         if self._mu_writer is not None:
-            self._mu_writer.after_send(positions, mus)
+            self._mu_writer.after_launch(positions, mus)
         for state, position in zip(self._states, positions, strict=True):
             if position > state.last_drawn_position:
                 state.last_drawn_position = position
@@ -654,8 +601,8 @@ class KernelGroup:
 class GpuBatch:
     """The rows of a batch in groups by kernel variant, and the indices of those that torch must sample.
 
-    `all_greedy_only` says that each row's largest logit is its answer; then there are no groups. `has_masks`
-    says that a row has a mask now.
+    `all_argmax` says that every request takes the largest logit; then there are no groups. `has_masks` says
+    that a row has a mask now.
     """
 
     def __init__(
@@ -664,23 +611,17 @@ class GpuBatch:
         self.num_rows = len(requests)
         self.uses_cfg = any([request.uses_cfg for request in requests])
         self.num_top = min(builder.width, max([request.num_top_tokens for request in requests]))
-        self.all_greedy_only = not (self.uses_cfg or self.num_top) and all(
-            map(_is_greedy_only, requests, row_params)
-        )
+        self.all_argmax = all([request.takes_argmax for request in requests])
         self._mask_stamp, self.has_masks = VERSION_STAMPS.latest_mask_change, _any_masked(requests)
         self.groups: list[KernelGroup] = []
         self.fallback_rows: list[int] = []
         self.may_overflow = False
         self._latest_stamp = VERSION_STAMPS.latest
-        self._rows = list(requests)
+        self._requests = list(requests)
         self._states = [request.state for request in requests]
         self._settings = list(dict.fromkeys([request.settings for request in requests]))
         self._version_stamps = self._current_stamps()
-        self._rows_with_own_history = [
-            request
-            for request, params in zip(requests, row_params, strict=True)
-            if _has_own_history(request, params.compiled)
-        ]
+        self._own_histories = list(filter(_has_own_history, requests))
         self._blocked = [
             (request, params.mutable_blocked)
             for request, params in zip(requests, row_params, strict=True)
@@ -691,7 +632,7 @@ class GpuBatch:
             for params in row_params
             if params.bias is not None
         }
-        if not self.all_greedy_only:
+        if not self.all_argmax:
             self._group_by_variant(requests, row_params, builder)
 
     def _group_by_variant(
@@ -719,10 +660,10 @@ class GpuBatch:
 
     def is_current(self, requests: Sequence[SamplingRequest]) -> bool:
         """Whether requests are those of the batch, in its order, and nothing changed but that texts grew."""
-        if list(requests) != self._rows:
+        if list(requests) != self._requests:
             return False
-        for request in self._rows_with_own_history:
-            _sync_history(request)
+        for request in self._own_histories:
+            request.sync_history()
         last = VERSION_STAMPS.latest
         if last is not self._latest_stamp and self._current_stamps() != self._version_stamps:
             return False
@@ -731,7 +672,7 @@ class GpuBatch:
         if masks is not self._mask_stamp:
             self._mask_stamp, self.has_masks = masks, _any_masked(requests)
         if self.has_masks and (
-            self.all_greedy_only or any([is_device_mask(request.allowed) for request in requests])
+            self.all_argmax or any([is_device_mask(request.allowed) for request in requests])
         ):
             return False
         for request, blocked in self._blocked:
@@ -741,7 +682,7 @@ class GpuBatch:
 
     def _current_stamps(self) -> list[object]:
         """The version stamps of everything the batch was made of."""
-        stamps = [request.version_stamp for request in self._rows]
+        stamps = [request.version_stamp for request in self._requests]
         stamps += [state.version_stamp for state in self._states]
         return stamps + [settings.version_stamp for settings in self._settings]
 
@@ -755,7 +696,7 @@ class GpuSampler:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the batch and everything on the device."""
+        """Drop the batch and everything on the device."""
         self._batch: GpuBatch | None = None
         self._cached_rows: WeakKeyDictionary[SamplerState, RowParams] = WeakKeyDictionary()
 
@@ -765,10 +706,8 @@ class GpuSampler:
         if placement != self._placement:
             self.reset()
             self._params_builder = RowParamsBuilder(self._vocabulary, width, device)
-            self._kernels, self._staging_ring = (
-                SamplingKernels(width, device, placement[2]),
-                StagingRing(device, placement[2]),
-            )
+            self._kernels = SamplingKernels(width, device, placement[2])
+            self._staging_ring = StagingRing(device, placement[2])
             self._placement = placement
         batch = self._batch
         if batch is None or not batch.is_current(requests):
@@ -788,7 +727,7 @@ class GpuSampler:
         kernels, staging_ring, has_masks = self._kernels, self._staging_ring, batch.has_masks
         output = kernels.next_output(batch.num_rows)
         try:
-            if batch.all_greedy_only:
+            if batch.all_argmax:
                 kernels.greedy(x, output)
                 outputs = []
             else:
@@ -797,38 +736,29 @@ class GpuSampler:
                 ]
             kernels.record_done()
         except BaseException:
-            self.reset()  # the device may not have received what was packed for it
+            self.reset()  # the device may lack the last upload
             raise
         tokens, probs = output.tokens, output.probs
         if batch.fallback_rows or (batch.num_top and len(outputs) > 1):
-            parts = [
-                (
-                    group.batch_indices,
-                    DrawnTokens(
-                        group.select_own(tokens),
-                        group.select_own(probs),
-                        group_output.top_tokens,
-                        group_output.top_probs,
-                    ),
-                )
-                for group, group_output in zip(batch.groups, outputs, strict=True)
-            ]
+            parts = []
+            for group, (_, *tops) in zip(batch.groups, outputs, strict=True):
+                drawn = DrawnTokens(group.select_rows(tokens), group.select_rows(probs), *tops)
+                parts.append((group.batch_indices, drawn))
             return parts, None
-        tops = outputs[0][1:] if batch.num_top else (None, None)
-        return [([], DrawnTokens(tokens, probs, *tops))], output.host_tokens
+        drawn = DrawnTokens(tokens, probs, *(outputs[0][1:] if batch.num_top else ()))
+        return [([], drawn)], output.host_tokens
 
     def _row_params(self, requests: Sequence[SamplingRequest]) -> list[RowParams]:
         """The parameters of each request: those it had if they are still valid."""
         row_params: list[RowParams] = []
         used_states: set[SamplerState] = set()
         for request in requests:
-            if _has_own_history(request, request.settings.compiled()):
-                _sync_history(request)
+            if _has_own_history(request):
+                request.sync_history()
         for request in requests:
             state = request.state
-            params = (
-                self._cached_rows.get(state) if state not in used_states else None
-            )  # a state's device lists advance once in a step
+            # The lists on the device of a state follow one row: another row of it gets its own.
+            params = None if state in used_states else self._cached_rows.get(state)
             if params is None or not params.is_valid(request):
                 params = self._params_builder.build(request, params)
                 if state not in used_states:
@@ -842,18 +772,6 @@ def _any_masked(requests: Sequence[SamplingRequest]) -> bool:
     return [request.allowed for request in requests].count(None) < len(requests)
 
 
-def _is_greedy_only(request: SamplingRequest, params: RowParams) -> bool:
-    """Whether a row's largest logit is its answer."""
-    return params.compiled.greedy_only and not params.edits_logits and request.allowed is None
-
-
-def _has_own_history(request: SamplingRequest, compiled: CompiledSettings) -> bool:
+def _has_own_history(request: SamplingRequest) -> bool:
     """Whether a request brings its own text, and its settings read it."""
-    return request.history is not None and (
-        compiled.penalty_rule is not None or compiled.dry_rule is not None
-    )
-
-
-def _sync_history(request: SamplingRequest) -> None:
-    if request.history is not None:
-        request.state.sync_history(request.history)
+    return request.history is not None and request.settings.compiled().reads_history

@@ -1,7 +1,8 @@
 """Launches of the sampling kernels (one edits logits, one draws), and the memory they work in.
 
-`sampler` and `steps` define what is right; torch samples the rows that no kernel variant serves, and all rows
-where Triton is missing. `gpu_batch` decides what is launched for which rows, with which header words.
+The torch functions in `steps` and `candidates` define the results. Torch samples the rows that no kernel
+variant supports, and all rows where Triton is missing. `gpu_batch` decides which rows a launch has and writes
+their header words.
 """
 
 from __future__ import annotations
@@ -23,23 +24,16 @@ from ..kernels.triton_launch import KernelLaunch, TritonKernel, cuda_driver
 from .candidates import top_tokens_of
 from .settings import CompiledSettings
 
-SORT_SIZES = (
-    128,
-    512,
-    1024,
-    2048,
-)  # how many candidates a program sorts: twice the tokens it can be asked for
+SORT_SIZES = (128, 512, 1024, 2048)  # how many candidates a program can sort: at least twice what it needs
 GATHER_SIZE = 1024  # how many it gathers where top-k does not say how many there are
 
-STEPS_IN_TOP_K_VARIANT = frozenset(
-    {"top_p", "top_a", "min_p", "skew"}
-)  # after top-k not worth a kernel of their own
+STEPS_IN_TOP_K_VARIANT = frozenset({"top_p", "top_a", "min_p", "skew"})  # need no variant with all steps
 THRESHOLD_STEPS = frozenset({"top_p", "top_a", "min_p", "mirostat"})
 STEPS_BEFORE_MIROSTAT = frozenset({"tfs", "typical"})
 
 
 class SamplingKernelVariant(NamedTuple):
-    """Which kernel serves a row: the candidates it sorts, whether without top-k, whether with all steps."""
+    """The kernel variant for a row: how many candidates it sorts, whether it has no top-k, or all steps."""
 
     sort_size: int
     full_vocab: bool
@@ -48,7 +42,7 @@ class SamplingKernelVariant(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def variant_of(compiled: CompiledSettings, width: int, num_top: int) -> SamplingKernelVariant | None:
-    """The kernel for a row of a vocabulary; None if torch must sample the row."""
+    """The variant for a row; None if torch must sample the row."""
     if not compiled.kernels_support:
         return None
     num_sorted, full_vocab, all_steps = num_top, False, False
@@ -60,18 +54,18 @@ def variant_of(compiled: CompiledSettings, width: int, num_top: int) -> Sampling
             THRESHOLD_STEPS - {"mirostat"} if compiled.steps & STEPS_BEFORE_MIROSTAT else THRESHOLD_STEPS
         )
         if all_steps and not thresholds:
-            return None  # those steps are for few tokens, and nothing makes them few
+            return None  # those steps work on few candidates, and no threshold limits them
         num_sorted = max(num_top, GATHER_SIZE // 2 if all_steps else 0)
     sort_size = next((size for size in SORT_SIZES if size >= 2 * num_sorted), 0)
-    return (
-        SamplingKernelVariant(sort_size, full_vocab, all_steps) if sort_size and width <= MAX_VOCAB else None
-    )
+    if not sort_size or width > MAX_VOCAB:
+        return None
+    return SamplingKernelVariant(sort_size, full_vocab, all_steps)
 
 
 @lru_cache(maxsize=64)
-def param_table(plans: tuple[CompiledSettings, ...], device: torch.device) -> Tensor:
+def param_table(compiled_rows: tuple[CompiledSettings, ...], device: torch.device) -> Tensor:
     """The parameters of some rows (rows, PARAM_WIDTH) in float64; cached for the next step."""
-    rows = torch.tensor([compiled.kernel_row for compiled in plans], dtype=torch.float64)
+    rows = torch.tensor([compiled.kernel_row for compiled in compiled_rows], dtype=torch.float64)
     return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
 
 
@@ -82,7 +76,7 @@ ALIGN_ELEMENTS = 16  # numbers after which an address is a multiple of 16 bytes
 def allocate_buffers(count: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
     """Memory (BUFFERS_PER_BLOCK, count or more), whose rows are aligned."""
     padded = -(-count // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
-    with torch.inference_mode(False):  # it outlives the call that it is made in
+    with torch.inference_mode(False):  # the memory outlives the call that allocates it
         return torch.empty(BUFFERS_PER_BLOCK, padded, dtype=dtype, device=device, pin_memory=pinned)
 
 
@@ -121,7 +115,7 @@ class OutputBuffer(NamedTuple):
 
 
 class OutputBufferPool:
-    """Output buffers for batches of one size, on one stream; `event` is recorded after each use."""
+    """Output buffers for batches of one size, on one stream; the user records `event` after each use."""
 
     def __init__(self, count: int, device: torch.device, event: Any) -> None:
         self._count, self._device, self._event = count, device, event
@@ -134,22 +128,20 @@ class OutputBufferPool:
 
     def refill(self) -> None:
         """Allocate some if none is left; best done while the device works."""
-        if not self._unused:
-            self._allocate()
-
-    def _allocate(self) -> None:
+        if self._unused:
+            return
         device, count, pinned = self._device, self._count, self._device.type == "cuda"
-        blocks = [
-            allocate_buffers(count, torch.int64, device),
-            allocate_buffers(count, torch.float32, device),
-        ]
-        blocks.append(allocate_buffers(count, torch.int64, torch.device("cpu"), pinned))
-        blocks[2][0].copy_(blocks[0][0], non_blocking=True)  # torch must know that the stream writes there
-        for tokens, probs, host_copy in zip(*[part[:, :count].unbind() for part in blocks], strict=True):
+        tokens_block = allocate_buffers(count, torch.int64, device)
+        probs_block = allocate_buffers(count, torch.float32, device)
+        host_block = allocate_buffers(count, torch.int64, torch.device("cpu"), pinned)
+        host_block[0].copy_(
+            tokens_block[0], non_blocking=True
+        )  # tells torch that the stream writes there
+        blocks = [block[:, :count].unbind() for block in (tokens_block, probs_block, host_block)]
+        for tokens, probs, host_copy in zip(*blocks, strict=True):
             addresses = (tokens.data_ptr(), probs.data_ptr(), host_copy.data_ptr())
-            self._unused.append(
-                OutputBuffer(tokens, probs, host_copy, addresses, HostTokens(host_copy.numpy(), self._event))
-            )
+            host_tokens = HostTokens(host_copy.numpy(), self._event)
+            self._unused.append(OutputBuffer(tokens, probs, host_copy, addresses, host_tokens))
 
 
 class MuBufferPool:
@@ -168,9 +160,9 @@ class MuBufferPool:
 
 
 MIN_BUFFER_WORDS = 1024
-WORD_BYTES = 8  # bytes
+WORD_BYTES = 8
 BUFFERS_PER_CHUNK = 8  # buffers that share an event
-MAX_CHUNK_WORDS = 1 << 16  # words in a chunk of more than one buffer
+MAX_CHUNK_WORDS = 1 << 16  # of a chunk of more than one buffer
 
 WordArray = NDArray[np.int64]
 
@@ -184,7 +176,7 @@ class StagingRing:
         self._rings_by_size: dict[int, _SizedRing] = {}
 
     def upload(self, words: WordArray, extra: array[int]) -> Tensor:
-        """Both, one after the other, on the device, in one tensor that may be longer."""
+        """Upload both, one after the other; the tensor on the device may be longer."""
         count = words.size + len(extra)
         size = max(MIN_BUFFER_WORDS, 1 << (count - 1).bit_length())
         ring = self._rings_by_size.get(size)
@@ -194,7 +186,7 @@ class StagingRing:
 
 
 class _PinnedChunk:
-    """Pinned buffers with their numpy views and addresses, and the event that all were copied."""
+    """Pinned buffers with their numpy views and addresses, and the event after their copies."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         count = max(1, min(BUFFERS_PER_CHUNK, MAX_CHUNK_WORDS // size))
@@ -213,20 +205,19 @@ class _SizedRing:
     def __init__(self, size: int, device: torch.device, stream: int) -> None:
         self._size, self._pinned = size, device.type == "cuda"
         self._in_flight: deque[_PinnedChunk] = deque()
-        with torch.inference_mode(False):  # they outlive the call that they are made in
+        with torch.inference_mode(False):  # the buffers outlive the call that allocates them
             self._device_buffer = torch.empty(size, dtype=torch.int64, device=device)
         self._chunk = self._new_chunk()
         self._unused = list(self._chunk.buffers)
-        library = cuda_driver() if self._pinned else None
-        self._memcpy_h2d: Any = None if library is None else library.cuMemcpyHtoDAsync_v2
-        self._device_address, self._stream = (
-            ctypes.c_void_p(self._device_buffer.data_ptr()),
-            ctypes.c_void_p(stream),
-        )
+        driver = cuda_driver() if self._pinned else None
+        self._memcpy_h2d: Any = None if driver is None else driver.cuMemcpyHtoDAsync_v2
+        self._device_address = ctypes.c_void_p(self._device_buffer.data_ptr())
+        self._stream = ctypes.c_void_p(stream)
 
     def upload(self, words: WordArray, extra: array[int]) -> Tensor:
         if not self._unused:
-            self._chunk = self._reusable_chunk()
+            # The chunk that was copied longest ago, if its copies are done.
+            self._chunk = self._in_flight.popleft() if self._in_flight[0].is_free() else self._new_chunk()
             self._unused.extend(self._chunk.buffers)
         buffer, values, host_address = self._unused.pop()
         count = words.size
@@ -245,25 +236,20 @@ class _SizedRing:
             self._in_flight.append(self._chunk)
         return self._device_buffer
 
-    def _reusable_chunk(self) -> _PinnedChunk:
-        """The chunk that was copied longest ago, if it is free, else a new one."""
-        return self._in_flight.popleft() if self._in_flight[0].is_free() else self._new_chunk()
-
     def _new_chunk(self) -> _PinnedChunk:
         with torch.inference_mode(False):
             chunk = _PinnedChunk(self._size, self._pinned)
-        self._device_buffer.copy_(
-            chunk.buffers[0][0], non_blocking=True
-        )  # torch must know that the stream reads it
+        # tells torch that the stream reads it
+        self._device_buffer.copy_(chunk.buffers[0][0], non_blocking=True)
         return chunk
 
 
-EDIT_PROGRAMS = 256  # of the editing kernel at a time: about two for each multiprocessor of a large GPU
-EDIT_TILE = 4096  # columns that such a program loads at a time
-DRAW_TILE = 16384  # columns that a drawing program loads at a time: keeps a multiprocessor's memory busy
-CANDIDATE_TILE = 4096  # candidates that it looks at together
+EDIT_PROGRAMS = 256  # programs of the edit kernel: about two for each multiprocessor of a large GPU
+EDIT_TILE = 4096  # columns that a program of the edit kernel loads at a time
+DRAW_TILE = 16384  # columns that a program of the draw kernel loads at a time: hides the memory latency
+CANDIDATE_TILE = 4096  # candidates that a program of the draw kernel loads at a time
 NUM_WARPS = 16
-TOP_K_NUM_WARPS = 8  # for rows with top-k: what they sort is little, and warps wait for each other
+TOP_K_NUM_WARPS = 8  # for rows with top-k: they sort little, and more warps would wait at barriers
 MAX_CACHED_PLANS = 32  # launch plans, and output pools
 
 
@@ -278,8 +264,8 @@ def has_kernels_for(device: torch.device) -> bool:
 
 
 class SamplingLaunchKey(NamedTuple):
-    """What a launch plan depends on: rows, kernel variant and top tokens; whether logits are edited,
-    mirostat's targets are updated and DRY searches texts."""
+    """What a launch plan depends on; the last three say whether the kernels edit logits, update mirostat's
+    targets and search texts for DRY."""
 
     num_rows: int
     variant: SamplingKernelVariant
@@ -290,7 +276,7 @@ class SamplingLaunchKey(NamedTuple):
 
 
 class SamplingLaunchPlan(NamedTuple):
-    """Prepared launches, and the copy of the logits that the first one makes."""
+    """Prepared launches; the edit kernel copies the logits to `logits_copy` if it edits them."""
 
     edit_launch: KernelLaunch
     draw_launch: KernelLaunch
@@ -299,7 +285,7 @@ class SamplingLaunchPlan(NamedTuple):
 
 
 class KernelOutput(NamedTuple):
-    """Results of some rows besides their tokens: mirostat's targets, top tokens and their probabilities."""
+    """What the kernels give besides tokens: mirostat's targets, top tokens and their probabilities."""
 
     mus: Tensor
     top_tokens: Tensor | None = None
@@ -307,7 +293,7 @@ class KernelOutput(NamedTuple):
 
 
 class SamplingKernels:
-    """The kernels on one device and their memory, which is kept. For one stream."""
+    """The kernels on one device, on one stream, and the memory they work in."""
 
     def __init__(self, width: int, device: torch.device, stream: int = 0) -> None:
         """For logits of this many columns, on the current stream, whose handle is given."""
@@ -358,8 +344,7 @@ class SamplingKernels:
     def draw(
         self, x: Tensor, table: Tensor, words: Tensor, key: SamplingLaunchKey, output: OutputBuffer
     ) -> KernelOutput:
-        """Draw a token for each row of a table from the batch's logits (rows, width), into its row of the
-        output.
+        """Draw a token for each row of `table`, from the batch's logits (rows, width) into the output.
 
         The logits are not changed.
         """
@@ -393,33 +378,20 @@ class SamplingKernels:
         logits_copy = self._workspace("copy", torch.float32, count * width) if edits_logits else None
         counts = self._workspace("counts", torch.int32, count * width) if uses_dry else block_maxima
         scratch = self._workspace("scratch", torch.int64, count * scratch_words)
+        edited = block_maxima if logits_copy is None else logits_copy
         edit_launch = KernelLaunch(
             self._edit_kernel,
             (count, -(-tiles // tiles_per_program), 1),
-            (
-                block_maxima if logits_copy is None else logits_copy,
-                block_maxima,
-                counts,
-                blocks_per_row,
-                tiles_per_program,
-            ),
+            (edited, block_maxima, counts, blocks_per_row, tiles_per_program),
             (width, EDIT_TILE, int(edits_logits), int(uses_dry)),
             self._stream,
         )
+        steps = (int(variant.full_vocab), int(variant.all_steps), int(num_top > 0))
         draw_launch = KernelLaunch(
             self._full_vocab_kernel if variant.full_vocab else self._top_k_kernel,
             (count, 1, 1),
             (block_maxima, scratch, blocks_per_row, scratch_words, int(edits_logits), num_top),
-            (
-                width,
-                num_blocks,
-                sort_size,
-                tile,
-                CANDIDATE_TILE,
-                int(variant.full_vocab),
-                int(variant.all_steps),
-                int(num_top > 0),
-            ),
+            (width, num_blocks, sort_size, tile, CANDIDATE_TILE, *steps),
             self._stream,
         )
         if len(self._launch_plans) >= MAX_CACHED_PLANS:
@@ -438,7 +410,7 @@ class SamplingKernels:
         """Memory for this many numbers, or more; all 0 at first."""
         workspace = self._workspaces.get(name)
         if workspace is None or workspace[0] < size:
-            self._launch_plans.clear()  # they hold what is too small
+            self._launch_plans.clear()  # they refer to the smaller memory
             self._workspaces.pop(name, None)
             workspace = self._workspaces[name] = (size, torch.zeros(size, dtype=dtype, device=self.device))
         return workspace[1]
