@@ -1,8 +1,8 @@
-"""The sampler's chain as data: its steps in order, and the type, bounds and neutral value of every setting.
+"""The sampler chain as a table: its steps in order, and the type, bounds and neutral value of every setting.
 
 A step is one entry of `STEPS` and one function in `exlm.sampling.steps`. The checks of `Settings`, the
 compiled parameters, the GPU kernels' parameter layout, the HTTP schema, the CLI's `/set` and `--set`, the web
-page's panel and the table in docs/sampling.md read this table. It needs no torch.
+page's panel and the table in docs/sampling.md read this table. It does not import torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 Stage = Literal["logits", "softmax", "candidates", "draw"]
-"""Where a step works: on the logits of the vocabulary, where candidates are found (softmax and top-k), on the
-candidates' probabilities, or on the random number that draws one of them."""
+"""What a step changes: the logits; which candidates are found, and with which probabilities (softmax, top-k);
+the candidates' probabilities; or the random number that draws one of them."""
 
 Values = Mapping[str, Any]
 """The settings by name, checked."""
@@ -27,14 +27,14 @@ GREEDY_BELOW_TEMPERATURE = 0.01  # temperatures below mean: take the most probab
 
 @dataclass(frozen=True)
 class Bounds:
-    """The values a number may have; `exclusive` if the minimum itself is too small."""
+    """The range of a number; with `exclusive`, the minimum itself is not in it."""
 
     minimum: float | None = None
     maximum: float | None = None
     exclusive: bool = False
 
     def describe_violation(self, value: float) -> str | None:
-        """What the number must be, if it is not; None if it is."""
+        """The condition that a number violates, as text; None if it is in range."""
         low, high = self.minimum, self.maximum
         if self.exclusive and low is not None and value <= low:
             return f"more than {low}"
@@ -46,30 +46,30 @@ class Bounds:
 
 
 UNBOUNDED = Bounds()
-SHARE = Bounds(0, 1)
+FRACTION = Bounds(0, 1)
 UP_TO_100 = Bounds(0, 100)
 POSITIVE = Bounds(0, exclusive=True)
 POSITIVE_UP_TO_100 = Bounds(0, 100, exclusive=True)
 COUNT = Bounds(0, MAX_INT)
-REAL = Bounds(-1e5, 1e5)
+PLUS_MINUS_1E5 = Bounds(-1e5, 1e5)
 
 
 @dataclass(frozen=True)
 class WebInput:
-    """How the web page's panel shows a setting; `more` is its part that is folded at first."""
+    """How the web page's panel shows a setting: in the part that is folded at first, if `folded`."""
 
     label: str
     hint: str
-    more: bool = True
+    folded: bool = True
 
 
 @dataclass(frozen=True)
 class StepSetting:
     """One field of `Settings`.
 
-    `neutral` is the value at which the setting changes nothing; None if it only says how its step works.
+    `neutral` is the value at which the setting changes nothing; None if it only modifies how its step works.
     `active_bounds` hold in addition while the step is active. `api` are the bounds of the HTTP API, which
-    also knows the setting as `openai_name` with bounds of its own, if it has one.
+    also accepts the setting under its `openai_name`, if any, with bounds of its own.
     """
 
     name: str
@@ -95,11 +95,11 @@ class StepParam:
 
     name: str
     off: float
-    of: Callable[[Values], float]
+    compute: Callable[[Values], float]
 
 
-def _same(name: str, off: float) -> StepParam:
-    """A parameter that is the setting of the same name."""
+def _from_setting(name: str, off: float) -> StepParam:
+    """The parameter that equals the setting of the same name."""
     return StepParam(name, off, lambda values: float(values[name]))
 
 
@@ -107,9 +107,9 @@ def _same(name: str, off: float) -> StepParam:
 class SamplingStep:
     """One step of the chain: when it is active, and with which parameters.
 
-    `initial_state` makes the step stateful: each job keeps a number for it, which starts at this function of
-    the parameters, moves with every sampled token and is rewound with the text. `in_kernels` says that the
-    Triton kernels know the step; rows with another one are sampled with torch.
+    `initial_state` makes the step stateful: each job keeps a number for it, which is this function of the
+    parameters at first, changes with every sampled token and is rewound with the text. The Triton kernels
+    support steps with `in_kernels`; torch samples rows that use any other step.
     """
 
     name: str
@@ -173,14 +173,14 @@ STEPS: tuple[SamplingStep, ...] = (
                 api=POSITIVE_UP_TO_100,
                 openai_name="repetition_penalty",
                 openai_bounds=POSITIVE_UP_TO_100,
-                web=WebInput("Repetition penalty", "1 is none", more=False),
+                web=WebInput("Repetition penalty", "1 is none", folded=False),
             ),
             StepSetting("token_repetition_range", int, bounds=Bounds(-1), api=Bounds(-1, MAX_INT)),
             StepSetting("token_repetition_decay", int, bounds=Bounds(0), api=COUNT),
             StepSetting(
                 "token_frequency_penalty",
                 neutral=0,
-                api=REAL,
+                api=PLUS_MINUS_1E5,
                 openai_name="frequency_penalty",
                 openai_bounds=Bounds(-2, 2),
                 web=WebInput("Frequency penalty", "0 is none"),
@@ -188,7 +188,7 @@ STEPS: tuple[SamplingStep, ...] = (
             StepSetting(
                 "token_presence_penalty",
                 neutral=0,
-                api=REAL,
+                api=PLUS_MINUS_1E5,
                 openai_name="presence_penalty",
                 openai_bounds=Bounds(-2, 2),
                 web=WebInput("Presence penalty", "0 is none"),
@@ -196,9 +196,9 @@ STEPS: tuple[SamplingStep, ...] = (
         ),
         _has_penalties,
         (
-            _same("token_repetition_penalty", 1.0),
-            _same("token_frequency_penalty", 0.0),
-            _same("token_presence_penalty", 0.0),
+            _from_setting("token_repetition_penalty", 1.0),
+            _from_setting("token_frequency_penalty", 0.0),
+            _from_setting("token_presence_penalty", 0.0),
         ),
         in_kernels=True,
     ),
@@ -229,11 +229,11 @@ STEPS: tuple[SamplingStep, ...] = (
         ),
         lambda values: values["dry_multiplier"] > 0,
         (
-            _same("dry_multiplier", 0.0),
-            _same("dry_base", 1.0),
-            _same("dry_allowed_length", 0.0),
-            _same("dry_max_ngram", 0.0),
-            _same("dry_range", 0.0),
+            _from_setting("dry_multiplier", 0.0),
+            _from_setting("dry_base", 1.0),
+            _from_setting("dry_allowed_length", 0.0),
+            _from_setting("dry_max_ngram", 0.0),
+            _from_setting("dry_range", 0.0),
         ),
         in_kernels=True,
     ),
@@ -249,7 +249,7 @@ STEPS: tuple[SamplingStep, ...] = (
             ),
         ),
         lambda values: values["top_n_sigma"] > 0 and not is_greedy(values),
-        (_same("top_n_sigma", 0.0),),
+        (_from_setting("top_n_sigma", 0.0),),
     ),
     SamplingStep(
         "softmax",
@@ -259,7 +259,7 @@ STEPS: tuple[SamplingStep, ...] = (
                 "temperature",
                 neutral=1,
                 api=UP_TO_100,
-                web=WebInput("Temperature", "0: the likeliest only", more=False),
+                web=WebInput("Temperature", "0: the likeliest only", folded=False),
             ),
             StepSetting("temperature_last", bool),
             StepSetting(
@@ -271,7 +271,7 @@ STEPS: tuple[SamplingStep, ...] = (
             ),
         ),
         lambda values: True,
-        (StepParam("temperature", 1.0, _softmax_temperature), _same("smoothing_factor", 0.0)),
+        (StepParam("temperature", 1.0, _softmax_temperature), _from_setting("smoothing_factor", 0.0)),
         in_kernels=True,
     ),
     SamplingStep(
@@ -283,11 +283,11 @@ STEPS: tuple[SamplingStep, ...] = (
                 int,
                 neutral=0,
                 api=Bounds(-1, MAX_INT),
-                web=WebInput("Top K", "0 cuts nothing off", more=False),
+                web=WebInput("Top K", "0 cuts nothing off", folded=False),
             ),
         ),
         lambda values: values["top_k"] > 0,
-        (_same("top_k", math.inf),),
+        (_from_setting("top_k", math.inf),),
         in_kernels=True,
     ),
     SamplingStep(
@@ -295,11 +295,11 @@ STEPS: tuple[SamplingStep, ...] = (
         "candidates",
         (
             StepSetting(
-                "top_p", neutral=1, api=SHARE, web=WebInput("Top P", "1 cuts nothing off", more=False)
+                "top_p", neutral=1, api=FRACTION, web=WebInput("Top P", "1 cuts nothing off", folded=False)
             ),
         ),
         _between_0_and_1("top_p"),
-        (_same("top_p", 2.0),),  # more than any sum of probabilities
+        (_from_setting("top_p", 2.0),),  # more than any sum of probabilities
         in_kernels=True,
     ),
     SamplingStep(
@@ -307,11 +307,15 @@ STEPS: tuple[SamplingStep, ...] = (
         "candidates",
         (
             StepSetting(
-                "top_a", neutral=0, bounds=Bounds(0), api=SHARE, web=WebInput("Top A", "0 cuts nothing off")
+                "top_a",
+                neutral=0,
+                bounds=Bounds(0),
+                api=FRACTION,
+                web=WebInput("Top A", "0 cuts nothing off"),
             ),
         ),
         lambda values: values["top_a"] > 0,
-        (_same("top_a", 0.0),),
+        (_from_setting("top_a", 0.0),),
         in_kernels=True,
     ),
     SamplingStep(
@@ -319,27 +323,31 @@ STEPS: tuple[SamplingStep, ...] = (
         "candidates",
         (
             StepSetting(
-                "min_p", neutral=0, api=SHARE, web=WebInput("Min P", "0 cuts nothing off", more=False)
+                "min_p", neutral=0, api=FRACTION, web=WebInput("Min P", "0 cuts nothing off", folded=False)
             ),
         ),
         _between_0_and_1("min_p"),
-        (_same("min_p", 0.0),),
+        (_from_setting("min_p", 0.0),),
         in_kernels=True,
     ),
     SamplingStep(
         "tfs",
         "candidates",
-        (StepSetting("tfs", neutral=0, api=SHARE, web=WebInput("Tail free", "0 or 1 cuts nothing off")),),
+        (StepSetting("tfs", neutral=0, api=FRACTION, web=WebInput("Tail free", "0 or 1 cuts nothing off")),),
         _between_0_and_1("tfs"),
-        (_same("tfs", 1.0),),
+        (_from_setting("tfs", 1.0),),
         in_kernels=True,
     ),
     SamplingStep(
         "typical",
         "candidates",
-        (StepSetting("typical", neutral=0, api=SHARE, web=WebInput("Typical", "0 or 1 cuts nothing off")),),
+        (
+            StepSetting(
+                "typical", neutral=0, api=FRACTION, web=WebInput("Typical", "0 or 1 cuts nothing off")
+            ),
+        ),
         _between_0_and_1("typical"),
-        (_same("typical", 1.0),),
+        (_from_setting("typical", 1.0),),
         in_kernels=True,
     ),
     SamplingStep(
@@ -348,10 +356,10 @@ STEPS: tuple[SamplingStep, ...] = (
         (
             StepSetting("mirostat", bool, neutral=False),
             StepSetting("mirostat_tau", api=UP_TO_100, active_bounds=POSITIVE),
-            StepSetting("mirostat_eta", api=SHARE),
+            StepSetting("mirostat_eta", api=FRACTION),
         ),
         lambda values: bool(values["mirostat"]),
-        (_same("mirostat_tau", 0.0), _same("mirostat_eta", 0.0)),
+        (_from_setting("mirostat_tau", 0.0), _from_setting("mirostat_eta", 0.0)),
         initial_state=lambda params: 2.0 * params["mirostat_tau"],
         in_kernels=True,
     ),
@@ -364,7 +372,7 @@ STEPS: tuple[SamplingStep, ...] = (
             StepSetting("temp_exponent", bounds=Bounds(0), api=UP_TO_100),
         ),
         _has_dynamic_temperature,
-        (_same("min_temp", 0.0), _same("max_temp", 0.0), _same("temp_exponent", 1.0)),
+        (_from_setting("min_temp", 0.0), _from_setting("max_temp", 0.0), _from_setting("temp_exponent", 1.0)),
         in_kernels=True,
     ),
     SamplingStep(
@@ -382,20 +390,20 @@ STEPS: tuple[SamplingStep, ...] = (
             StepSetting(
                 "xtc_probability",
                 neutral=0,
-                bounds=SHARE,
-                api=SHARE,
+                bounds=FRACTION,
+                api=FRACTION,
                 web=WebInput("XTC probability", "0 is off"),
             ),
             StepSetting(
                 "xtc_threshold",
-                bounds=SHARE,
-                api=SHARE,
+                bounds=FRACTION,
+                api=FRACTION,
                 web=WebInput("XTC threshold", "what counts as likely"),
             ),
             StepSetting("xtc_ignore_tokens", frozenset, optional=True),
         ),
         lambda values: values["xtc_probability"] > 0,
-        (_same("xtc_probability", 0.0), _same("xtc_threshold", 0.0)),
+        (_from_setting("xtc_probability", 0.0), _from_setting("xtc_threshold", 0.0)),
         in_kernels=True,
     ),
     SamplingStep(
@@ -417,7 +425,7 @@ STEPS: tuple[SamplingStep, ...] = (
             ),
         ),
         lambda values: values["adaptive_target"] >= 0,
-        (_same("adaptive_target", -1.0), _same("adaptive_decay", 0.0)),
+        (_from_setting("adaptive_target", -1.0), _from_setting("adaptive_decay", 0.0)),
         initial_state=lambda params: params["adaptive_target"],
     ),
     SamplingStep(
@@ -429,8 +437,8 @@ STEPS: tuple[SamplingStep, ...] = (
         in_kernels=True,
     ),
 )
-"""The chain, in the order in which it is applied. Between `dry` and `softmax` also come, without settings of
-a simple type, the request's blocked tokens, `token_bias` and the allowed tokens of filters."""
+"""The chain, in the order in which it is applied. The request's blocked tokens, `token_bias` and the allowed
+tokens of filters, which no simple setting describes, also come between `penalties` and `softmax`."""
 
 _STEPS = {step.name: step for step in STEPS}
 _TRUNCATIONS = ("top_k", "top_p", "top_a", "min_p", "tfs", "typical", "mirostat")
@@ -449,7 +457,7 @@ STEPS_BY_STAGE: Mapping[Stage, tuple[str, ...]] = MappingProxyType(
 STATEFUL_STEPS: Mapping[str, Callable[[Mapping[str, float]], float]] = MappingProxyType(
     {step.name: step.initial_state for step in STEPS if step.initial_state is not None}
 )
-"""The steps of which each job keeps a number, and what it is at first."""
+"""The initial state of each stateful step, as a function of the parameters."""
 
 KERNEL_STEPS = frozenset(step.name for step in STEPS if step.in_kernels)
 
@@ -465,8 +473,8 @@ def is_greedy(values: Values) -> bool:
 
 
 def active_steps(values: Values) -> frozenset[str]:
-    """The steps that some settings switch on. A greedy row takes no step after the logits but the stateful
-    ones, whose state its tokens move."""
+    """The steps that some settings switch on; in a greedy row those on logits, and stateful ones, because its
+    tokens change their states."""
     greedy = is_greedy(values)
     return frozenset(
         step.name
@@ -476,9 +484,9 @@ def active_steps(values: Values) -> frozenset[str]:
 
 
 def step_params(values: Values, active: frozenset[str]) -> dict[str, float]:
-    """Every parameter of the chain; of a step that is not active, the value that stands for that."""
+    """Every parameter of the chain; those of steps that are not active have their `off` value."""
     return {
-        param.name: param.of(values) if step.name in active else param.off
+        param.name: param.compute(values) if step.name in active else param.off
         for step in STEPS
         for param in step.params
     }
@@ -488,4 +496,4 @@ PARAM_NAMES = tuple(param.name for step in STEPS for param in step.params)
 """The names of all parameters, in the order of `step_params`."""
 
 KERNEL_PARAMS = tuple(param.name for step in STEPS if step.in_kernels for param in step.params)
-"""Those that the GPU kernels are given."""
+"""The names of the parameters that the GPU kernels read."""

@@ -109,8 +109,7 @@ def test_a_filter_whose_masks_need_a_gpu_falls_back_to_id_lists(letters: Codec) 
 
 def test_masks_and_lists_together(letters: Codec) -> None:
     stack = FilterStack(
-        [LogitMaskFilter(None, letters, [32, 28]), PrefixFilter(None, letters, "Hello")],
-        letters,
+        [LogitMaskFilter(None, letters, [32, 28]), PrefixFilter(None, letters, "Hello")], letters
     )
     stack.begin()
     assert allowed_ids(stack) == {32}

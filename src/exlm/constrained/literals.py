@@ -1,8 +1,8 @@
-"""Filters for literal texts: an answer that starts with one of them, or that is exactly one of them.
+"""Filters for literal texts: a completion that starts with one of them, or that is exactly one of them.
 
-The texts become one automaton over UTF-8 bytes (a DFA), so a character that the vocabulary splits into
-several tokens needs no special case, and ignoring case adds transitions. The tokens allowed in a state are
-found by walking the automaton and the sorted tokens of the vocabulary together.
+The texts become one deterministic automaton (DFA) over UTF-8 bytes, so a character that the vocabulary splits
+into several tokens needs no special case, and ignoring case adds transitions. A depth-first search in the
+automaton and the trie of the vocabulary together finds the tokens that a state allows.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class ByteDfa:
     def _add_text(self, text: str, ignore_case: bool) -> None:
         state = self.root
         _to_utf8(text)
-        for letter in text:
-            state = _add_letter(state, _case_variants(letter) if ignore_case else [letter])
+        for character in text:
+            state = _add_character(state, _case_variants(character) if ignore_case else [character])
         state.accepting = True
 
     def _states_in_order(self) -> list[DfaState]:
@@ -144,10 +144,10 @@ class ByteDfa:
         reached = {self.root}
         stack = [self.root]
         while stack:
-            for step in self.token_transitions(stack.pop()):
-                if step.state not in reached:
-                    reached.add(step.state)
-                    stack.append(step.state)
+            for _, _, state in self.token_transitions(stack.pop()):
+                if state not in reached:
+                    reached.add(state)
+                    stack.append(state)
         for text in texts:
             if self._end_state(text) not in reached:
                 raise InputError(
@@ -173,11 +173,11 @@ def _to_utf8(text: str) -> bytes:
         ) from None
 
 
-def _add_letter(state: DfaState, spellings: Sequence[str]) -> DfaState:
-    """The state after a letter in any of its spellings; the first spelling identifies it."""
-    target = _add_bytes(state, spellings[0].encode(), None)
-    for spelling in spellings[1:]:
-        _add_bytes(state, spelling.encode(), target)
+def _add_character(state: DfaState, variants: Sequence[str]) -> DfaState:
+    """The state after a character in any of its cases; the first variant identifies it."""
+    target = _add_bytes(state, variants[0].encode(), None)
+    for variant in variants[1:]:
+        _add_bytes(state, variant.encode(), target)
     return target
 
 
@@ -187,22 +187,35 @@ def _add_bytes(state: DfaState, raw: bytes, target: DfaState | None) -> DfaState
     return state.transitions.setdefault(raw[-1], target or DfaState())
 
 
-def _case_variants(letter: str) -> list[str]:
-    """The letter in every case; the first is the same for all of them."""
-    key = _case_key(letter)
-    others = dict.fromkeys([key, key.lower(), key.upper(), key.title(), letter])
-    return [other for other in others if len(other) == 1 and _case_key(other) == key]
+def _case_variants(character: str) -> list[str]:
+    """The character in every case; the first is the same for all of them."""
+    key = _case_key(character)
+    variants = dict.fromkeys([key, key.lower(), key.upper(), key.title(), character])
+    return [variant for variant in variants if len(variant) == 1 and _case_key(variant) == key]
 
 
-def _case_key(letter: str) -> str:
-    """The letter that all cases of a letter fold to, where that is a single one."""
-    for form in (letter.casefold(), letter.lower()):
-        if len(form) == 1:
-            return form
-    return letter
+def _case_key(character: str) -> str:
+    """What all cases of a character fold to, where that is a single character."""
+    folded = (character.casefold(), character.lower(), character)
+    return next(form for form in folded if len(form) == 1)
 
 
-class PrefixFilter(MaskFilter):
+class _LiteralFilter(MaskFilter):
+    """A filter whose state is one of an automaton."""
+
+    _dfa: ByteDfa
+    _state: DfaState | None
+
+    def begin(self, prefix_str: HealingPrefix = "") -> None:
+        """Start at the beginning of the texts."""
+        self._state = self._dfa.start_state(prefix_text(prefix_str))
+
+    def feed(self, token: Any) -> None:
+        """Advance the automaton by the sampled token."""
+        self._state = self._dfa.advance(self._state, int(token))
+
+
+class PrefixFilter(_LiteralFilter):
     """Makes the completion start with one of the given texts; after that everything is allowed.
 
     A token may extend beyond the end of a text. Where one text is the start of another, the shorter suffices.
@@ -214,15 +227,7 @@ class PrefixFilter(MaskFilter):
         several = [prefix_strings] if isinstance(prefix_strings, str) else prefix_strings
         self.prefix_strings = _checked_texts(several, "PrefixFilter")
         self._dfa = ByteDfa(token_trie_of(self.codec), self.prefix_strings, open_ended=True)
-        self._state: DfaState | None = self._dfa.root
-
-    def begin(self, prefix_str: HealingPrefix = "") -> None:
-        """Start at the beginning of the texts."""
-        self._state = self._dfa.start_state(prefix_text(prefix_str))
-
-    def feed(self, token: Any) -> None:
-        """Advance the automaton by the sampled token."""
-        self._state = self._dfa.advance(self._state, int(token))
+        self._state = self._dfa.root
 
     def next_mask(self) -> FilterMask:
         """The tokens that continue a text; all tokens once a text is complete."""
@@ -233,7 +238,7 @@ class PrefixFilter(MaskFilter):
         return FilterMask(self._dfa.bitmask(self._dfa.token_transitions(self._state)))
 
 
-class SelectFilter(MaskFilter):
+class SelectFilter(_LiteralFilter):
     """Makes the completion one of the given options; the token that completes an option ends the generation.
 
     That holds even where a longer option continues. EOS selects an empty option.
@@ -251,15 +256,7 @@ class SelectFilter(MaskFilter):
         self.options = _checked_texts(options, "SelectFilter")
         self.case_insensitive = case_insensitive
         self._dfa = ByteDfa(token_trie_of(self.codec), self.options, ignore_case=case_insensitive)
-        self._state: DfaState | None = self._dfa.root
-
-    def begin(self, prefix_str: HealingPrefix = "") -> None:
-        """Start at the beginning of the options."""
-        self._state = self._dfa.start_state(prefix_text(prefix_str))
-
-    def feed(self, token: Any) -> None:
-        """Advance the automaton by the sampled token."""
-        self._state = self._dfa.advance(self._state, int(token))
+        self._state = self._dfa.root
 
     def next_mask(self) -> FilterMask:
         """The tokens that continue an option; those that complete one end the generation."""

@@ -1,8 +1,8 @@
-"""FilterStack: the filters of one job, combined into one mask per step.
+"""`FilterStack`: combines the filters of one job into one mask per step.
 
 It intersects the masks of the filters, decides when EOS is forced, and computes masks in background threads
-for the filters that ask for it. It accepts filters written for other libraries: they need no base class, are
-fed tensors (1, 1), and may return sets, lists, token lists or masked logits. The sampler applies the mask.
+for the filters that ask for it. It accepts filters written for other libraries: they need no base class, take
+tensors (1, 1), and may return sets, lists, token lists or masked logits. The sampler applies the mask.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -51,8 +52,8 @@ would repeat whitespace until `max_new_tokens`; newlines and an indentation need
 class AllowedTokens:
     """The tokens that may be sampled next.
 
-    `mask` is None when there is no constraint. A token in `end_ids` ends the generation, its text included.
-    `forced_id` is the only allowed token, where there is just one; the mask then holds that one.
+    `mask` is None when there is no constraint. A token in `end_ids` ends the generation; its text belongs to
+    the completion. `forced_id` is the only allowed token, if there is just one.
     """
 
     mask: Bitmask | None
@@ -97,15 +98,13 @@ class FilterStack:
 
         `width` is the vocabulary size of the model, where that differs from the tokenizer's.
         """
-        given = _checked_filters(filters)
+        checked = _checked_filters(filters)
         self.prefer_eos = prefer_eos
-        codec = codec_of(tokenizer) if given else None
-        self._codec = codec
-        size = codec.size if codec else 0
-        self._width = size if width is None else width
-        self._eos = tuple(n for n in codec.eos_ids if 0 <= n < self._width) if codec else ()
-        self._filters = [_wrap_filter(item, self._width, codec) for item in given] if codec else []
-        self._futures: list[Future[FilterMask] | None] = [None] * len(given)
+        self._codec = codec = codec_of(tokenizer) if checked else None
+        self._width = (codec.size if codec else 0) if width is None else width
+        self._eos_ids = [n for n in codec.eos_ids if 0 <= n < self._width] if codec else []
+        self._filters = [_wrap_filter(item, self._width, codec) for item in checked] if codec else []
+        self._futures: list[Future[FilterMask] | None] = [None] * len(checked)
         self._fed_ids: list[int] = []
         self._allowed: AllowedTokens | None = None
 
@@ -158,7 +157,7 @@ class FilterStack:
                 pending.exception()
 
     def _collect_masks(self) -> list[FilterMask]:
-        # Filters without a background thread first, while the threads work.
+        # First the filters without a background thread, while the threads work.
         filters_and_futures = list(zip(self._filters, self._futures, strict=True))
         masks = [ALLOWS_ALL if pending else member.next_mask() for member, pending in filters_and_futures]
         for index, (_, pending) in enumerate(filters_and_futures):
@@ -168,43 +167,42 @@ class FilterStack:
         return masks
 
     def _intersect(self) -> AllowedTokens:
-        answers = self._collect_masks()
-        end_ids = frozenset().union(*(answer.end_ids for answer in answers))
-        mask: Bitmask | None = None
-        for answer in answers:
-            if answer.mask is not None:
-                words = resize_bitmask(answer.mask, self._width)
-                mask = words if mask is None else mask & words
-        if mask is None:
+        masks = self._collect_masks()
+        end_ids = frozenset().union(*(each.end_ids for each in masks))
+        resized = [resize_bitmask(each.mask, self._width) for each in masks if each.mask is not None]
+        if not resized:
             return AllowedTokens(None, end_ids)
+        mask = reduce(np.bitwise_and, resized)
         num_allowed = bitmask_count(mask)
         if not num_allowed:
-            raise InputError(self._no_token_message(answers))
+            raise InputError(self._no_token_message(masks))
         forced_id = self._forced_token(mask, num_allowed)
         if forced_id is None:
             return AllowedTokens(mask, end_ids)
-        ends = end_ids | {forced_id} if forced_id in self._eos else end_ids
+        ends = end_ids | {forced_id} if forced_id in self._eos_ids else end_ids
         return AllowedTokens(bitmask_from_id(forced_id, self._width), ends, forced_id)
 
     def _forced_token(self, mask: Bitmask, num_allowed: int) -> int | None:
         """The only allowed token, or EOS where it is preferred; None where the model chooses."""
-        eos = [number for number in self._eos if bitmask_contains(mask, number)]
+        eos = [number for number in self._eos_ids if bitmask_contains(mask, number)]
         if eos and (self.prefer_eos or num_allowed == len(eos)):
             return eos[0]
         return int(bitmask_ids(mask)[0]) if num_allowed == 1 else None
 
-    def _no_token_message(self, answers: list[FilterMask]) -> str:
+    def _no_token_message(self, masks: list[FilterMask]) -> str:
         counts = [
-            (member.name, bitmask_count(resize_bitmask(answer.mask, self._width)))
-            for member, answer in zip(self._filters, answers, strict=True)
-            if answer.mask is not None
+            (member.name, bitmask_count(resize_bitmask(each.mask, self._width)))
+            for member, each in zip(self._filters, masks, strict=True)
+            if each.mask is not None
         ]
-        names = " and ".join(f"{name} ({passing} of {self._width} tokens)" for name, passing in counts)
+        names = " and ".join(
+            f"{name} ({num_allowed} of {self._width} tokens)" for name, num_allowed in counts
+        )
         text = self._codec.decode(self._fed_ids, continues=True) if self._codec else ""
         shown = repr(text if len(text) <= 200 else "…" + text[-200:])
         remedy = (
             "Each lets something pass, but nothing passes all: check that they describe the same text."
-            if all(passing for _, passing in counts)
+            if all(allowed for _, allowed in counts)
             else "Check that it describes a text this model can write."
         )
         return f"Filter excluded all tokens: {names} after the text {shown}. {remedy}"
@@ -213,33 +211,31 @@ class FilterStack:
 class _NativeFilter:
     """A fresh copy of one of exlm's own filters, so that a user may pass one filter to many jobs."""
 
-    def __init__(self, given: MaskFilter) -> None:
-        self.name = type(given).__name__
-        self._filter = given.fresh_copy()
-        self.runs_in_background = self._filter.use_background_worker()
-        self.begin = self._filter.begin
-        self.feed = self._filter.feed
-        self.next_mask = self._filter.next_mask
+    def __init__(self, original: MaskFilter) -> None:
+        self.name = type(original).__name__
+        copied = original.fresh_copy()
+        self.runs_in_background = copied.use_background_worker()
+        self.begin, self.feed, self.next_mask = copied.begin, copied.feed, copied.next_mask
 
 
 class _ExternalFilter:
-    """A filter of another library, called as exllamav2 calls it, and not copied: not every filter can be."""
+    """A filter of another library, called as exllamav2 calls it; not copied, as not every filter can be."""
 
     _owners: ClassVar[WeakValueDictionary[int, FilterStack]] = WeakValueDictionary()
 
-    def __init__(self, given: Any, width: int, codec: Codec) -> None:
-        self.name = type(given).__name__
-        missing = [name for name in ("begin", "feed", "next") if not callable(getattr(given, name, None))]
-        if missing or isinstance(given, type):
-            found = f"the class {given.__name__} itself" if isinstance(given, type) else self.name
+    def __init__(self, original: Any, width: int, codec: Codec) -> None:
+        self.name = type(original).__name__
+        missing = [name for name in ("begin", "feed", "next") if not callable(getattr(original, name, None))]
+        if missing or isinstance(original, type):
+            found = f"the class {original.__name__} itself" if isinstance(original, type) else self.name
             lacks = f", which has no {' and no '.join(missing)}" if missing else ""
             raise InputError(f"A filter has methods begin, feed and next; found {found}{lacks}.")
-        self._filter = given
+        self._filter = original
         self._width = width
         self._tokenizer_size = codec.size
         self._codec = codec
         self._whitespace_run = 0
-        self._has_is_completed = callable(getattr(given, "is_completed", None))
+        self._has_is_completed = callable(getattr(original, "is_completed", None))
         self._can_mask_logits = self._query("can_mask_logits")
         self.runs_in_background = self._query("use_background_worker")
 
@@ -258,7 +254,7 @@ class _ExternalFilter:
 
     def begin(self, prefix: HealingPrefix) -> None:
         self._whitespace_run = 0
-        with self._naming_errors("begin"):
+        with self._wrap_errors("begin"):
             if callable(drop := getattr(self._filter, "background_drop", None)):
                 drop()
             self._filter.begin(prefix)
@@ -267,7 +263,7 @@ class _ExternalFilter:
         pieces = self._codec.vocab.pieces()
         is_whitespace = token_id < len(pieces) and pieces[token_id].isspace()
         self._whitespace_run = self._whitespace_run + 1 if is_whitespace else 0
-        with self._naming_errors("feed"):
+        with self._wrap_errors("feed"):
             self._filter.feed(torch.tensor([[token_id]], dtype=torch.long))
 
     def next_mask(self) -> FilterMask:
@@ -278,33 +274,31 @@ class _ExternalFilter:
                 self._can_mask_logits = False
         return self._exclude_while_incomplete(self._mask_from_ids())
 
-    def _exclude_while_incomplete(self, answer: FilterMask) -> FilterMask:
-        """Without EOS, and without further whitespace after a long run, until the filter reports completion.
+    def _exclude_while_incomplete(self, allowed: FilterMask) -> FilterMask:
+        """The mask without EOS, and without whitespace after a long run of it, until the filter is completed.
 
         formatron's engine knows EOS by its text only ("</s>"), which is valid within any JSON string, and its
         JSON allows unbounded whitespace between tokens. Tokens stay allowed where the mask would become
         empty.
         """
-        if answer.mask is None or not self._has_is_completed or self._query("is_completed"):
-            return answer
-        answer = _without(answer, np.array(self._codec.eos_ids, np.int64))
+        if allowed.mask is None or not self._has_is_completed or self._query("is_completed"):
+            return allowed
+        allowed = _without(allowed, self._codec.eos_ids)
         if self._whitespace_run < MAX_WHITESPACE_RUN:
-            return answer
+            return allowed
         pieces = self._codec.vocab.pieces()
-        return _without(
-            answer, np.array([token_id for token_id, piece in enumerate(pieces) if piece.isspace()], np.int64)
-        )
+        return _without(allowed, [token_id for token_id, piece in enumerate(pieces) if piece.isspace()])
 
     def _query(self, method_name: str) -> bool:
         method = getattr(self._filter, method_name, None)
-        with self._naming_errors(method_name):
+        with self._wrap_errors(method_name):
             return bool(method()) if callable(method) else False
 
     def _mask_from_logits(self) -> FilterMask:
-        with self._naming_errors("prepare_logit_mask"):
+        with self._wrap_errors("prepare_logit_mask"):
             if not self._filter.prepare_logit_mask():
                 raise InputError(f"The filter {self.name} promises to mask logits, but did not prepare to.")
-        with self._naming_errors("mask_logits", passed_through=RuntimeError):
+        with self._wrap_errors("mask_logits", passed_through=RuntimeError):
             logits = self._filter.mask_logits(torch.zeros(self._width, dtype=torch.float))
             is_allowed = ~torch.isneginf(logits.reshape(-1))
         if len(is_allowed) != self._width:
@@ -315,10 +309,10 @@ class _ExternalFilter:
         return FilterMask(bitmask_from_bools(is_allowed.numpy()))
 
     def _mask_from_ids(self) -> FilterMask:
-        with self._naming_errors("next"):
+        with self._wrap_errors("next"):
             found = self._filter.next()
-        allowed, end = found if isinstance(found, tuple) and len(found) == 2 else (found, ())
-        end_ids = frozenset(self._checked_ids(end).tolist())
+        allowed, ends = found if isinstance(found, tuple) and len(found) == 2 else (found, ())
+        end_ids = frozenset(self._checked_ids(ends).tolist())
         if allowed is None:
             return FilterMask(None, end_ids)
         if getattr(allowed, "use_bitmask", False):
@@ -326,13 +320,13 @@ class _ExternalFilter:
         token_ids = self._checked_ids(getattr(allowed, "allowed_tokens", allowed))
         return FilterMask(bitmask_from_ids(token_ids, max(self._width, self._tokenizer_size)), end_ids)
 
-    def _checked_ids(self, given: Any) -> NDArray[np.int64]:
+    def _checked_ids(self, found: Any) -> NDArray[np.int64]:
         """Any collection of ids as an array; ids beyond both vocabularies are an error."""
-        if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+        if not isinstance(found, Iterable) or isinstance(found, str | bytes):
             raise InputError(
-                f"The filter {self.name} must answer with ids of tokens, found {type(given).__name__}."
+                f"The filter {self.name} must answer with ids of tokens, found {type(found).__name__}."
             )
-        ids = np.asarray(given if isinstance(given, np.ndarray | torch.Tensor) else list(given)).reshape(-1)
+        ids = np.asarray(found if isinstance(found, np.ndarray | torch.Tensor) else list(found)).reshape(-1)
         if not len(ids):
             return np.zeros(0, np.int64)
         highest = max(self._width, self._tokenizer_size) - 1
@@ -342,7 +336,7 @@ class _ExternalFilter:
         return ids.astype(np.int64)
 
     @contextmanager
-    def _naming_errors(self, method: str, passed_through: type[Exception] = ExlmError) -> Iterator[None]:
+    def _wrap_errors(self, method: str, passed_through: type[Exception] = ExlmError) -> Iterator[None]:
         try:
             yield
         except (ExlmError, passed_through):
@@ -353,16 +347,19 @@ class _ExternalFilter:
             ) from error
 
 
-def _wrap_filter(given: Any, width: int, codec: Codec) -> _StackedFilter:
-    return _NativeFilter(given) if isinstance(given, MaskFilter) else _ExternalFilter(given, width, codec)
+def _wrap_filter(original: Any, width: int, codec: Codec) -> _StackedFilter:
+    if isinstance(original, MaskFilter):
+        return _NativeFilter(original)
+    return _ExternalFilter(original, width, codec)
 
 
-def _without(answer: FilterMask, ids: NDArray[np.int64]) -> FilterMask:
+def _without(allowed: FilterMask, token_ids: Iterable[int]) -> FilterMask:
     """The mask without these tokens, unless that leaves none."""
-    assert answer.mask is not None
-    width = BITS_PER_WORD * len(answer.mask)
-    others = answer.mask & ~bitmask_from_ids(ids[(ids >= 0) & (ids < width)], width)
-    return FilterMask(others, answer.end_ids) if others.any() else answer
+    assert allowed.mask is not None
+    width = BITS_PER_WORD * len(allowed.mask)
+    known = np.array([token_id for token_id in token_ids if 0 <= token_id < width], np.int64)
+    others = allowed.mask & ~bitmask_from_ids(known, width)
+    return allowed._replace(mask=others) if others.any() else allowed
 
 
 def _checked_filters(filters: Iterable[Any] | None) -> list[Any]:
@@ -370,11 +367,11 @@ def _checked_filters(filters: Iterable[Any] | None) -> list[Any]:
         return []
     if not isinstance(filters, Iterable):
         raise InputError(f"Filters are given as a list, found one {type(filters).__name__}: write [filter].")
-    given = list(filters)
-    for index, item in enumerate(given):
-        if any(item is other for other in given[:index]) and not isinstance(item, MaskFilter):
+    checked = list(filters)
+    for index, item in enumerate(checked):
+        if any(item is other for other in checked[:index]) and not isinstance(item, MaskFilter):
             raise InputError(f"The filter {type(item).__name__} is in the list twice.")
-    return given
+    return checked
 
 
 class FilterThreadPool(Executor):

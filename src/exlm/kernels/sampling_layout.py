@@ -1,9 +1,9 @@
 """What the sampler and its GPU kernels share: constants, and the layout of a row's parameters in memory.
 
-A row is described by two blocks. Its *header* is a line of int64 words that change from token to token: the
-seed and position, addresses of tensors, and where in the same upload lists stand. Its *parameters* are a line
-of float64 numbers that follow from its settings: those of the steps in `exlm.sampler_chain` that the kernels
-know. Nothing here needs torch or Triton.
+The kernels read two blocks of memory for each row. Its *header* has int64 words that change from token to
+token: seed and position, addresses of tensors, and the offsets of lists in the same upload. Its *parameters*
+are float64 numbers that follow from its settings: those of the steps in `exlm.sampler_chain` that the kernels
+support. This module needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from itertools import accumulate
 from ..sampler_chain import GREEDY_BELOW_TEMPERATURE as GREEDY_BELOW_TEMPERATURE
 from ..sampler_chain import KERNEL_PARAMS, STEPS
 
-NO_TOKEN_ALLOWED, NAN_LOGITS, INFINITE_LOGITS = -1, -2, -3  # what stands for a token where a row failed
+NO_TOKEN_ALLOWED, NAN_LOGITS, INFINITE_LOGITS = -1, -2, -3  # in place of the token of a row that failed
 TOO_MANY_CANDIDATES = -4  # more candidates than a kernel sorts: the sampler draws such a row again
 
-BLOCKED_LOGIT = -1e30  # not -inf: where all else is excluded, a blocked token is better than none
+BLOCKED_LOGIT = -1e30  # not -inf: where all else is excluded, a blocked token is sampled
 MAX_DRY_PENALTY = 1e30  # finite, so that a repeated token that is the only one allowed can still be chosen
-THRESHOLD_TOLERANCE = 1e-6  # a threshold is met by what float32 logits cannot tell from it
-TFS_MIN_PROB = 1e-8  # tail-free sampling drops less probable tokens before it looks at the tail
+THRESHOLD_TOLERANCE = 1e-6  # thresholds count as met within this: float32 logits are not more exact
+TFS_MIN_PROB = 1e-8  # tail-free sampling drops less probable tokens before it computes the curvature
 BELOW_ONE = 1.0 - 2.0**-50  # keeps the largest uniform number from rounding up to the end of the distribution
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
 
-VOCAB_BLOCK = 64  # neighbouring columns whose maximum is looked at before they are
-MAX_VOCAB = 1 << 18  # columns that a program can look at
-MAX_TILES = 128
+VOCAB_BLOCK = 64  # neighbouring columns; searches look at the maxima of blocks first
+MAX_VOCAB = 1 << 18  # columns that the kernels support
+MAX_TILES = 128  # of a row in the draw kernel
 
 HEADER_FIELDS = {
     "batch_index": 1,  # of the row's logits in the batch
@@ -45,8 +45,8 @@ HEADER_FIELDS = {
     "bias": 1,  # address
     "allowed": 1,  # where the bits are
 }
-"""The words of a row's header, and how many each has. 0 stands for none; places count from the first header.
-"""
+"""The fields of a row's header, and how many words each has. 0 stands for none; offsets ("where") count words
+from the first header."""
 
 HEADER_OFFSETS = dict(zip(HEADER_FIELDS, accumulate(HEADER_FIELDS.values(), initial=0), strict=False))
 HEADER_WORDS = sum(HEADER_FIELDS.values())
@@ -57,8 +57,8 @@ STEP_FLAGS = {
         (*(step.name for step in STEPS if step.in_kernels and step.stage in ("candidates", "draw")), "greedy")
     )
 }
-"""The steps after the softmax that the kernels know, as bits of the parameter "flags"."""
+"""The steps after the softmax that the kernels support, as bits of the parameter "flags"."""
 
-PARAM_FIELDS = (*KERNEL_PARAMS, "flags", "mirostat")  # "mirostat": whether the row's target moves
+PARAM_FIELDS = (*KERNEL_PARAMS, "flags", "mirostat")  # "mirostat": whether the row's target is updated
 PARAM_COLUMNS = {name: column for column, name in enumerate(PARAM_FIELDS)}
 PARAM_WIDTH = len(PARAM_FIELDS)

@@ -134,9 +134,7 @@ class OutputBufferPool:
         tokens_block = allocate_buffers(count, torch.int64, device)
         probs_block = allocate_buffers(count, torch.float32, device)
         host_block = allocate_buffers(count, torch.int64, torch.device("cpu"), pinned)
-        host_block[0].copy_(
-            tokens_block[0], non_blocking=True
-        )  # tells torch that the stream writes there
+        host_block[0].copy_(tokens_block[0], non_blocking=True)  # tells torch that the stream writes there
         blocks = [block[:, :count].unbind() for block in (tokens_block, probs_block, host_block)]
         for tokens, probs, host_copy in zip(*blocks, strict=True):
             addresses = (tokens.data_ptr(), probs.data_ptr(), host_copy.data_ptr())

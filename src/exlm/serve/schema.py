@@ -198,7 +198,7 @@ def sampler_settings_script() -> str:
                     "name": setting.openai_name or name,
                     "label": setting.web.label,
                     "hint": setting.web.hint,
-                    "more": setting.web.more,
+                    "more": setting.web.folded,
                     "min": (bounds.minimum or 0) + (0.01 if bounds.exclusive else 0),
                     "max": bounds.maximum,
                     "whole": setting.type is int,

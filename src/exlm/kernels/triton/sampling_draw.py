@@ -1,10 +1,10 @@
-"""Sampling kernels, second part: from one row of logits, edited or not, to its token, in one program a row.
+"""Sampling kernels, second part: the token of one row of logits, edited or not; one program for each row.
 
-The torch functions in `exlm.sampling` define what is right. There are three ways, chosen by the row's
-settings: with top-k, the k largest logits are sorted and go through every step; without it, a threshold is
-found below which nothing can be drawn, and the token is drawn by walking along the vocabulary; if steps
-follow that must look at each candidate, the logits above the threshold are gathered and sorted first. If
-there are too many to gather, the row's token is TOO_MANY_CANDIDATES.
+The torch functions in `exlm.sampling` define the results. A row's settings choose one of three ways. With
+top-k, the k largest logits are sorted and go through every step. Without it, a threshold is found below which
+nothing can be drawn, and the token is drawn from the whole vocabulary by its cumulative sum. If steps follow
+that depend on each candidate, the logits above the threshold are gathered and sorted first; if there are too
+many to gather, the row's token is TOO_MANY_CANDIDATES.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOO_MANY_CANDIDATES = tl.constexpr(layout.TOO_MANY_CANDIDATES)
 GREEDY_BELOW_TEMPERATURE = tl.constexpr(layout.GREEDY_BELOW_TEMPERATURE)
 TFS_MIN_PROB = tl.constexpr(layout.TFS_MIN_PROB)
 INFINITY = tl.constexpr(float("inf"))
-SMALL_SORT_SIZE = tl.constexpr(128)  # candidates that are sorted quickly
+SMALL_SORT_SIZE = tl.constexpr(128)  # so many candidates are sorted quickly
 
 MULTIPLIER_FIRST, MULTIPLIER_SECOND = (tl.constexpr(number) for number in layout.PHILOX_MULTIPLIERS)
 KEY_FIRST, KEY_SECOND = (tl.constexpr(number) for number in layout.PHILOX_KEY_INCREMENTS)
@@ -82,7 +82,7 @@ XTC_PROBABILITY_COLUMN, XTC_THRESHOLD_COLUMN, SKEW_POWER_COLUMN = (
 
 @triton.jit
 def uniform(seed, position, rewind_count):
-    """A float64 in [0, 1) for three int64. The products wrap around; their masked halves are right."""
+    """A float64 in [0, 1) for three int64. The products overflow, but their masked halves are exact."""
     a, b, c, d = position & MASK32, (position >> 32) & MASK32, rewind_count & MASK32, rewind_count & 0
     low, high = seed & MASK32, (seed >> 32) & MASK32
     for _ in range(ROUNDS):
@@ -95,9 +95,9 @@ def uniform(seed, position, rewind_count):
 
 @triton.jit
 def keep_and_renormalize(p, mask):
-    """Drop what is not in the mask and share its probability out."""
-    left = tl.where(mask, p, 0.0)
-    return left / tl.sum(left)
+    """Drop what is not in the mask, and renormalise."""
+    kept = tl.where(mask, p, 0.0)
+    return kept / tl.sum(kept)
 
 
 @triton.jit
@@ -124,24 +124,24 @@ def min_p(p, fraction):
 @triton.jit
 def tfs(p, z, N: tl.constexpr):
     """Tokens before the tail, where the curve of sorted probabilities has spent its curvature."""
-    places = tl.arange(0, N)
+    indices = tl.arange(0, N)
     q = tl.where(p >= TFS_MIN_PROB, p, 0.0)
     count = tl.sum((q > 0).to(tl.int32))
-    inside = places < count - 2
-    second = tl.gather(q, tl.minimum(places + 1, N - 1), 0)
-    third = tl.gather(q, tl.minimum(places + 2, N - 1), 0)
-    curvature = tl.where(inside, tl.abs(q - 2.0 * second + third), 0.0)
+    has_curvature = indices < count - 2
+    second = tl.gather(q, tl.minimum(indices + 1, N - 1), 0)
+    third = tl.gather(q, tl.minimum(indices + 2, N - 1), 0)
+    curvature = tl.where(has_curvature, tl.abs(q - 2.0 * second + third), 0.0)
     total = tl.sum(curvature)
-    spent = inside & (tl.cumsum(curvature, 0) <= (z + THRESHOLD_TOLERANCE) * total)
+    spent = has_curvature & (tl.cumsum(curvature, 0) <= (z + THRESHOLD_TOLERANCE) * total)
     tail_start = tl.where(total > TFS_MIN_PROB * THRESHOLD_TOLERANCE, tl.sum(spent.to(tl.int32)) + 1, count)
-    return keep_and_renormalize(p, (q > 0) & (places < tail_start))
+    return keep_and_renormalize(p, (q > 0) & (indices < tail_start))
 
 
 @triton.jit
 def typical(p, mass):
     """Tokens whose surprise is nearest to what is expected, until they reach the mass together.
 
-    How near is near enough is found by halving, on the bits of the distance.
+    The largest distance that is kept is found by bisection on its bits.
     """
     limit = tl.maximum(mass - THRESHOLD_TOLERANCE, THRESHOLD_TOLERANCE)
     surprise = -tl.log(tl.where(p > 0, p, 1.0))
@@ -169,10 +169,10 @@ def mirostat(p, mu):
 
 @triton.jit
 def apply_temperature(p, temperature, N: tl.constexpr):
-    """Probabilities to the power of one over the temperature; only the first of them if it is near zero."""
-    places = tl.arange(0, N)
+    """Probabilities to the power of one over the temperature; near zero, only the first largest is kept."""
+    indices = tl.arange(0, N)
     top = tl.max(p)
-    is_top = places == tl.min(tl.where(p == top, places, N))
+    is_top = indices == tl.min(tl.where(p == top, indices, N))
     power = tl.log(p / top) / tl.maximum(temperature, GREEDY_BELOW_TEMPERATURE)
     weights = tl.exp(
         tl.where(is_top, 0.0, tl.where(temperature >= GREEDY_BELOW_TEMPERATURE, power, float("-inf")))
@@ -182,7 +182,7 @@ def apply_temperature(p, temperature, N: tl.constexpr):
 
 @triton.jit
 def dynamic_temperature(p, low, high, exponent, N: tl.constexpr):
-    """A temperature by how near the candidates are to equally probable."""
+    """Apply a temperature that rises with the entropy of the candidates."""
     entropy = -tl.sum(p * tl.log(tl.where(p > 0, p, 1.0)))
     count = tl.sum((p > 0).to(tl.int32))
     max_entropy = tl.where(count > 1, tl.log(count.to(tl.float64)), 1.0)
@@ -197,12 +197,12 @@ def dynamic_temperature(p, low, high, exponent, N: tl.constexpr):
 
 @triton.jit
 def xtc(p, probability, threshold, exempt, N: tl.constexpr):
-    """Scale down all but the least probable token above the threshold; spared ones never count."""
-    places = tl.arange(0, N)
+    """Scale down all but the least probable token above the threshold; exempt ones never count."""
+    indices = tl.arange(0, N)
     above_threshold = (p >= threshold * (1.0 - THRESHOLD_TOLERANCE)) & (p > 0) & (exempt == 0)
     lowest_prob = tl.min(tl.where(above_threshold, p, INFINITY))
-    kept_place = tl.max(tl.where(above_threshold & (p == lowest_prob), places, -1))
-    excluded = above_threshold & (places != kept_place)
+    kept_index = tl.max(tl.where(above_threshold & (p == lowest_prob), indices, -1))
+    excluded = above_threshold & (indices != kept_index)
     mass = tl.sum(tl.where(excluded, p, 0.0))
     scale_up = 1.0 + probability * mass / tl.maximum(1.0 - mass, 1e-300)
     return p * tl.where(excluded, 1.0 - probability, scale_up)
@@ -210,17 +210,17 @@ def xtc(p, probability, threshold, exempt, N: tl.constexpr):
 
 @triton.jit
 def unpack_column(packed):
-    """The column of what was packed."""
+    """The column of a packed entry."""
     return (packed & MASK32).to(tl.int32) ^ LOW_31_BITS
 
 
 @triton.jit
 def probs_of_packed(packed, count, params, N: tl.constexpr):
-    """The first candidates' probabilities and columns."""
+    """The probabilities and columns of the first `count` candidates."""
     keys = (packed >> 32).to(tl.int32)
     columns = unpack_column(packed)
-    v = tl.where(keys > NEG_INF_KEY, value_of(keys), float("-inf")).to(tl.float64)
-    below = v - tl.max(v)
+    logits = tl.where(keys > NEG_INF_KEY, value_of(keys), float("-inf")).to(tl.float64)
+    below = logits - tl.max(logits)
     smoothing = tl.load(params + SMOOTHING_COLUMN)
     smoothed = tl.where(smoothing > 0, -smoothing * below * below, below)
     w = tl.where(tl.arange(0, N) < count, tl.exp(smoothed / tl.load(params + TEMPERATURE_COLUMN)), 0.0)
@@ -229,7 +229,7 @@ def probs_of_packed(packed, count, params, N: tl.constexpr):
 
 @triton.jit
 def apply_threshold_steps(p, params, flags):
-    """The first three truncations; in other ways than top-k they are done before."""
+    """The first three truncations; rows without top-k have them in their threshold."""
     if flags & TOP_P:
         p = top_p(p, tl.load(params + TOP_P_COLUMN))
     if flags & TOP_A:
@@ -241,7 +241,7 @@ def apply_threshold_steps(p, params, flags):
 
 @triton.jit
 def apply_other_steps(p, columns, params, flags, mu, xtc_exempt, N: tl.constexpr):
-    """All other steps."""
+    """All steps after these."""
     if flags & TFS:
         p = tfs(p, tl.load(params + TFS_COLUMN), N)
     if flags & TYPICAL:
@@ -269,31 +269,22 @@ def apply_other_steps(p, columns, params, flags, mu, xtc_exempt, N: tl.constexpr
 
 @triton.jit
 def inverse_cdf(p, columns, u, N: tl.constexpr):
-    """The candidate at which the sum of probabilities exceeds the number's part, and its probability."""
-    places = tl.arange(0, N)
+    """The candidate at which the cumulative sum exceeds the fraction u, and its probability."""
+    indices = tl.arange(0, N)
     sums = tl.cumsum(p, 0)
     target_mass = u * BELOW_ONE * tl.max(sums)
-    place = tl.min(tl.where((sums > target_mass) & (p > 0), places, N))
-    place = tl.minimum(place, tl.max(tl.where(p > 0, places, 0)))
-    is_drawn = places == place
+    index = tl.min(tl.where((sums > target_mass) & (p > 0), indices, N))
+    index = tl.minimum(index, tl.max(tl.where(p > 0, indices, 0)))
+    is_drawn = indices == index
     return tl.sum(tl.where(is_drawn, columns, 0)), tl.sum(tl.where(is_drawn, p, 0.0))
 
 
 @triton.jit
 def min_kept_key(
-    x,
-    listed,
-    sums,
-    tie_counts,
-    width,
-    params,
-    flags,
-    mu,
-    top_key,
-    TILE: tl.constexpr,
-    CANDIDATE_TILE: tl.constexpr,
-):
-    """The least key that passes top-p, top-a, min-p and mirostat, and how many of its equals do."""
+    x, listed, sums, tie_counts, width, params, flags, mu, top_key,
+    TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr,
+):  # fmt: skip
+    """The smallest key that top-p, top-a, min-p and mirostat keep, and how many of its ties."""
     top = value_of(top_key)
     temperature, smoothing = tl.load(params + TEMPERATURE_COLUMN), tl.load(params + SMOOTHING_COLUMN)
     inv_temperature, smooth = (1.0 / temperature).to(tl.float32), smoothing.to(tl.float32)
@@ -336,28 +327,12 @@ def min_kept_key(
 
 @triton.jit
 def draw_full_vocab(
-    x,
-    maxima,
-    block_ids,
-    gathered,
-    sums,
-    tie_counts,
-    width,
-    params,
-    min_key,
-    num_ties_kept,
-    top_key,
-    u,
-    candidate_probs,
-    candidate_ids,
-    num_top,
-    NUM_BLOCKS: tl.constexpr,
-    SORT_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    CANDIDATE_TILE: tl.constexpr,
+    x, maxima, block_ids, gathered, sums, tie_counts, width, params, min_key, num_ties_kept, top_key, u,
+    candidate_probs, candidate_ids, num_top,
+    NUM_BLOCKS: tl.constexpr, SORT_SIZE: tl.constexpr, TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr,
     RETURN_TOP: tl.constexpr,
-):
-    """A token among all that stay, and its probability; the best ones are stored if they are wanted."""
+):  # fmt: skip
+    """A token among all kept ones, and its probability; stores the top tokens if they are requested."""
     top = value_of(top_key)
     temperature, smooth = (
         tl.load(params + TEMPERATURE_COLUMN),
@@ -382,47 +357,20 @@ def draw_full_vocab(
 
 @triton.jit
 def draw_from_candidates(
-    x,
-    maxima,
-    block_ids,
-    gathered,
-    candidate_probs,
-    candidate_ids,
-    width,
-    params,
-    flags,
-    min_key,
-    num_ties_kept,
-    top,
-    u,
-    mu,
-    xtc_exempt,
-    NUM_BLOCKS: tl.constexpr,
-    SORT_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    CANDIDATE_TILE: tl.constexpr,
-    FULL_VOCAB: tl.constexpr,
-    ALL_STEPS: tl.constexpr,
-    RETURN_TOP: tl.constexpr,
-):
-    """A token among few candidates that go through every step."""
+    x, maxima, block_ids, gathered, candidate_probs, candidate_ids, width, params, flags, min_key,
+    num_ties_kept, top, u, mu, xtc_exempt,
+    NUM_BLOCKS: tl.constexpr, SORT_SIZE: tl.constexpr, TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr,
+    FULL_VOCAB: tl.constexpr, ALL_STEPS: tl.constexpr, RETURN_TOP: tl.constexpr,
+):  # fmt: skip
+    """A token among at most SORT_SIZE candidates, which go through every step."""
     count = tl.load(params + TOP_K_COLUMN).to(tl.int32)
     if FULL_VOCAB:
         count = gather_kept(x, gathered, width, min_key, num_ties_kept, SORT_SIZE, TILE)
         if count <= SMALL_SORT_SIZE:
             token, prob = draw_from_gathered(
-                gathered,
-                count,
-                candidate_probs,
-                candidate_ids,
-                params,
-                flags,
-                u,
-                mu,
-                xtc_exempt,
-                SMALL_SORT_SIZE,
-                RETURN_TOP,
-            )
+                gathered, count, candidate_probs, candidate_ids, params, flags, u, mu, xtc_exempt,
+                SMALL_SORT_SIZE, RETURN_TOP,
+            )  # fmt: skip
         else:
             token, prob = draw_from_gathered(
                 gathered,
@@ -455,19 +403,10 @@ def draw_from_candidates(
 
 @triton.jit
 def draw_from_gathered(
-    gathered,
-    count,
-    candidate_probs,
-    candidate_ids,
-    params,
-    flags,
-    u,
-    mu,
-    xtc_exempt,
-    N: tl.constexpr,
-    RETURN_TOP: tl.constexpr,
-):
-    """A token among at most N gathered candidates, which are past the cuts."""
+    gathered, count, candidate_probs, candidate_ids, params, flags, u, mu, xtc_exempt,
+    N: tl.constexpr, RETURN_TOP: tl.constexpr,
+):  # fmt: skip
+    """A token among at most N gathered candidates, which passed the thresholds."""
     p, columns = probs_of_packed(sort_packed(gathered, count, N), count, params, N)
     p = apply_other_steps(p, columns, params, flags, mu, xtc_exempt, N)
     if RETURN_TOP:
@@ -480,82 +419,55 @@ def draw_from_gathered(
 
 @triton.jit
 def restore_column_order(gathered, count, p, columns, N: tl.constexpr):
-    """Probabilities and columns of at most N candidates in the order in which they were found, of columns.
+    """Probabilities and columns of at most N candidates in the order of columns, as they were gathered.
 
-    What was found is written over. Each looks for its place by halving, because sorting takes long.
+    Overwrites the gathered entries. Each candidate finds its index by binary search, because sorting is slow.
     """
-    places = tl.arange(0, N)
-    inside = places < count
-    ascending = unpack_column(tl.load(gathered + places, mask=inside, other=0))
-    place, step = tl.zeros([N], tl.int32), count * 0 + N // 2
+    indices = tl.arange(0, N)
+    in_range = indices < count
+    ascending = unpack_column(tl.load(gathered + indices, mask=in_range, other=0))
+    index, step = tl.zeros([N], tl.int32), count * 0 + N // 2
     while step > 0:
-        probe = place + step
+        probe = index + step
         probe_column = unpack_column(tl.load(gathered + probe, mask=probe < count, other=0))
-        place = tl.where((probe < count) & (probe_column <= columns), probe, place)
+        index = tl.where((probe < count) & (probe_column <= columns), probe, index)
         step = step // 2
     tl.debug_barrier()
     ordered = gathered.to(tl.pointer_type(tl.float64))
-    tl.store(ordered + place, p, mask=inside)
+    tl.store(ordered + index, p, mask=in_range)
     tl.debug_barrier()
-    return tl.load(ordered + places, mask=inside, other=0.0), ascending
+    return tl.load(ordered + indices, mask=in_range, other=0.0), ascending
 
 
 @triton.jit
 def draw_greedy(
-    x,
-    maxima,
-    width,
-    top,
-    candidate_probs,
-    candidate_ids,
-    NUM_BLOCKS: tl.constexpr,
-    SORT_SIZE: tl.constexpr,
-    RETURN_TOP: tl.constexpr,
-):
-    """The first column with the largest key, as a certainty."""
+    x, maxima, width, top, candidate_probs, candidate_ids,
+    NUM_BLOCKS: tl.constexpr, SORT_SIZE: tl.constexpr, RETURN_TOP: tl.constexpr,
+):  # fmt: skip
+    """The first column with the largest key, with probability 1."""
     token = first_column_with(x, maxima, width, top, NUM_BLOCKS)
     if RETURN_TOP:
-        places = tl.arange(0, SORT_SIZE)
-        tl.store(candidate_probs + places, tl.where(places == 0, 1.0, 0.0).to(tl.float64))
-        tl.store(candidate_ids + places, tl.zeros([SORT_SIZE], tl.int32) + token)
+        indices = tl.arange(0, SORT_SIZE)
+        tl.store(candidate_probs + indices, tl.where(indices == 0, 1.0, 0.0).to(tl.float64))
+        tl.store(candidate_ids + indices, tl.zeros([SORT_SIZE], tl.int32) + token)
     return token
 
 
 @triton.jit(do_not_specialize=["blocks_per_row", "scratch_words", "uses_copy", "num_top"])
 def draw_kernel(
-    x,
-    tokens,
-    probs,
-    host_tokens,
-    mus,
-    candidate_probs,
-    candidate_ids,
-    table,
-    words,
-    stride,
-    maxima,
-    scratch,
-    blocks_per_row,
-    scratch_words,
-    uses_copy,
-    num_top,
-    width,
-    NUM_BLOCKS: tl.constexpr,
-    SORT_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    CANDIDATE_TILE: tl.constexpr,
-    FULL_VOCAB: tl.constexpr,
-    ALL_STEPS: tl.constexpr,
-    RETURN_TOP: tl.constexpr,
-):
-    """Pick the token of one row; rows without top-k are WIDE, those whose steps go beyond cutting SHAPED.
+    x, tokens, probs, host_tokens, mus, candidate_probs, candidate_ids, table, words, stride, maxima,
+    scratch, blocks_per_row, scratch_words, uses_copy, num_top, width,
+    NUM_BLOCKS: tl.constexpr, SORT_SIZE: tl.constexpr, TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr,
+    FULL_VOCAB: tl.constexpr, ALL_STEPS: tl.constexpr, RETURN_TOP: tl.constexpr,
+):  # fmt: skip
+    """Draw the token of one row: without top-k if FULL_VOCAB, with every step if ALL_STEPS.
 
-    The host is told the token, too.
+    The token is also written to host memory.
     """
     row = tl.program_id(0).to(tl.int64)
     header, params = words + row * HEADER_STRIDE, table + row * PARAM_STRIDE
-    place = tl.load(header)
-    x += tl.where(uses_copy != 0, row, place) * stride
+    batch_index = tl.load(header)
+    x += tl.where(uses_copy != 0, row, batch_index) * stride
     u = uniform(tl.load(header + AT_SEED), tl.load(header + AT_SEED + 1), tl.load(header + AT_SEED + 2))
     mu_address, xtc_exempt = tl.load(header + AT_MU), tl.load(header + AT_XTC_EXEMPT)
     mu = tl.load(header + AT_INITIAL_MU).to(tl.float64, bitcast=True)
@@ -578,73 +490,28 @@ def draw_kernel(
         min_key, num_ties_kept = tl.full([], NEG_INF_KEY, tl.int64), tl.full([], KEEP_ALL_TIES, tl.int32)
         if FULL_VOCAB:
             min_key, num_ties_kept = min_kept_key(
-                x,
-                tie_counts + MAX_TILES,
-                sums,
-                tie_counts,
-                width,
-                params,
-                flags,
-                mu,
-                top,
-                TILE,
-                CANDIDATE_TILE,
-            )
+                x, tie_counts + MAX_TILES, sums, tie_counts, width, params, flags, mu, top,
+                TILE, CANDIDATE_TILE,
+            )  # fmt: skip
         if flags & GREEDY:
             token = draw_greedy(
                 x, maxima, width, top, candidate_probs, candidate_ids, NUM_BLOCKS, SORT_SIZE, RETURN_TOP
             )
         elif FULL_VOCAB and not ALL_STEPS:
             token, p = draw_full_vocab(
-                x,
-                maxima,
-                block_ids,
-                gathered,
-                sums,
-                tie_counts,
-                width,
-                params,
-                min_key,
-                num_ties_kept,
-                top,
-                u,
-                candidate_probs,
-                candidate_ids,
-                num_top,
-                NUM_BLOCKS,
-                SORT_SIZE,
-                TILE,
-                CANDIDATE_TILE,
-                RETURN_TOP,
-            )
+                x, maxima, block_ids, gathered, sums, tie_counts, width, params, min_key, num_ties_kept,
+                top, u, candidate_probs, candidate_ids, num_top,
+                NUM_BLOCKS, SORT_SIZE, TILE, CANDIDATE_TILE, RETURN_TOP,
+            )  # fmt: skip
         else:
             token, p = draw_from_candidates(
-                x,
-                maxima,
-                block_ids,
-                gathered,
-                candidate_probs,
-                candidate_ids,
-                width,
-                params,
-                flags,
-                min_key,
-                num_ties_kept,
-                top,
-                u,
-                mu,
-                xtc_exempt,
-                NUM_BLOCKS,
-                SORT_SIZE,
-                TILE,
-                CANDIDATE_TILE,
-                FULL_VOCAB,
-                ALL_STEPS,
-                RETURN_TOP,
-            )
-    tl.store(tokens + place, token.to(tl.int64))
-    tl.store(host_tokens + place, token.to(tl.int64))
-    tl.store(probs + place, p.to(tl.float32))
+                x, maxima, block_ids, gathered, candidate_probs, candidate_ids, width, params, flags,
+                min_key, num_ties_kept, top, u, mu, xtc_exempt,
+                NUM_BLOCKS, SORT_SIZE, TILE, CANDIDATE_TILE, FULL_VOCAB, ALL_STEPS, RETURN_TOP,
+            )  # fmt: skip
+    tl.store(tokens + batch_index, token.to(tl.int64))
+    tl.store(host_tokens + batch_index, token.to(tl.int64))
+    tl.store(probs + batch_index, p.to(tl.float32))
     if tl.load(params + MIROSTAT_COLUMN) != 0:
         new_mu = mu + tl.load(params + ETA_COLUMN) * (tl.load(params + TAU_COLUMN) + tl.log2(p))
         tl.store(mus + row, new_mu)
@@ -652,21 +519,21 @@ def draw_kernel(
 
 @triton.jit
 def greedy_kernel(x, tokens, probs, host_tokens, stride, width, TILE: tl.constexpr):
-    """Take the largest logit of one row, the first of equal ones; the host is told, too."""
+    """The token of the largest logit of one row, the first of equal ones; also written to host memory."""
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
-    best, gathered = tl.full([TILE], NO_KEY, tl.int32), tl.zeros([TILE], tl.int32)
+    best, best_columns = tl.full([TILE], NO_KEY, tl.int32), tl.zeros([TILE], tl.int32)
     columns = tl.arange(0, TILE)
     v = load_logits(x, columns, width)
     for start in range(0, width, TILE):
-        ahead = load_logits(x, start + TILE + columns, width)
+        next_v = load_logits(x, start + TILE + columns, width)
         keys = masked_keys(v, start + columns, width)
-        gathered = tl.where(keys > best, start, gathered)
+        best_columns = tl.where(keys > best, start, best_columns)
         best = tl.maximum(best, keys)
-        v = ahead
-    gathered += columns
+        v = next_v
+    best_columns += columns
     top = tl.max(best)
-    token = tl.min(tl.where(best == top, gathered, LOW_31_BITS))
+    token = tl.min(tl.where(best == top, best_columns, LOW_31_BITS))
     token = tl.where(
         top <= NEG_INF_KEY, NO_TOKEN_ALLOWED, tl.where(top == POS_INF_KEY, INFINITE_LOGITS, token)
     )

@@ -1,10 +1,10 @@
-"""Sampling kernels, first part: everything that changes logits before the softmax, for a span of one row.
+"""Sampling kernels, first part: the edits of logits before the softmax, for a span of one row.
 
-`exlm.sampling.logits_processors` defines what is right. The row is copied and the copy changed. Penalties
-read a list of the text's tokens and their counts that stays on the device and is updated by one token at a
-time; DRY searches the text itself, which is on the device too. A program writes only the columns of its own
-span, so no program waits for another. Last it stores the maximum of each block of columns, from which
-`sampling_draw` goes on.
+`exlm.sampling.logits_processors` defines the results. A program copies its span of the row and edits the
+copy. Penalties read a list of the text's tokens and their counts, which stays on the device and is updated by
+one token at a time; DRY searches the text itself, which is on the device too. A program writes only the
+columns of its own span, so no program waits for another. Last it stores the maximum of each block of columns,
+which `sampling_draw` reads.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ALLOWED_LENGTH_COLUMN, MAX_MATCH_COLUMN, SEARCH_RANGE_COLUMN = (
 )
 BLOCKED_LOGIT = tl.constexpr(layout.BLOCKED_LOGIT)
 MAX_DRY_PENALTY = tl.constexpr(layout.MAX_DRY_PENALTY)
-LIST_TILE = tl.constexpr(1024)  # entries of a list that are worked on at a time
-MATCH_TILE = tl.constexpr(32)  # tokens at the end of a text that are looked at together
+LIST_TILE = tl.constexpr(1024)  # entries of a list that are loaded together
+MATCH_TILE = tl.constexpr(32)  # tokens at the end of a text that are loaded together
 NO_TOKEN = tl.constexpr(-1)
 
 
 @triton.jit
 def store_token_counts(words, token_counts, start, count):
-    """Write a new list of (token, count). Every program of a row does, the same."""
+    """Write a new list of (token, count). Every program of a row writes the same."""
     for first in range(0, 2 * count, LIST_TILE):
         i = first + tl.arange(0, LIST_TILE)
         tl.store(
@@ -49,14 +49,14 @@ def store_token_counts(words, token_counts, start, count):
 
 @triton.jit
 def update_token_count(token_counts, size, token, change):
-    """Change how often a token is listed; one that is not there gets the last entry."""
+    """Add `change` to the count of a token; a token that is not listed gets the last entry."""
     missing = tl.full([], 1, tl.int32)
     for first in range(0, size, LIST_TILE):
         i = first + tl.arange(0, LIST_TILE)
-        here = tl.load(token_counts + i * 2, mask=i < size, other=-1) == token
-        counts = tl.load(token_counts + i * 2 + 1, mask=here, other=0)
-        tl.store(token_counts + i * 2 + 1, counts + change, mask=here)
-        missing -= tl.max(here.to(tl.int32))
+        is_token = tl.load(token_counts + i * 2, mask=i < size, other=-1) == token
+        counts = tl.load(token_counts + i * 2 + 1, mask=is_token, other=0)
+        tl.store(token_counts + i * 2 + 1, counts + change, mask=is_token)
+        missing -= tl.max(is_token.to(tl.int32))
     if missing > 0:
         tl.store(token_counts + size * 2 - 2, token.to(tl.int32))
         tl.store(token_counts + size * 2 - 1, change)
@@ -65,20 +65,20 @@ def update_token_count(token_counts, size, token, change):
 
 @triton.jit
 def apply_penalty(x, y, low, high, tokens, counts, strengths, rates):
-    """Write the penalised logits of those tokens that are between two columns and occur."""
-    inside = (tokens >= low) & (tokens < high) & (counts > 0)
-    old = tl.load(x + tokens, mask=inside, other=0.0).to(tl.float32)
+    """Write the penalised logits of those tokens that occur and are between two columns."""
+    in_span = (tokens >= low) & (tokens < high) & (counts > 0)
+    old = tl.load(x + tokens, mask=in_span, other=0.0).to(tl.float32)
     repetition = tl.load(rates).to(tl.float32)
     frequency, presence = tl.load(rates + 1).to(tl.float32), tl.load(rates + 2).to(tl.float32)
     factor = 1.0 + (repetition - 1.0) * strengths
     factor = tl.where(strengths == 1.0, repetition, factor)
     new = tl.where(old > 0, tl.div_rn(old, factor), old * factor)
-    tl.store(y + tokens, new - (frequency * counts + presence * strengths), mask=inside)
+    tl.store(y + tokens, new - (frequency * counts + presence * strengths), mask=in_span)
 
 
 @triton.jit
 def apply_penalties(x, y, low, high, header, words, rates):
-    """Penalise the tokens listed on the device, after what became of the list, and those that fade."""
+    """Update the list on the device, and penalise its tokens and those whose penalties decay."""
     token_counts, size = (
         tl.load(header + AT_COUNTS).to(tl.pointer_type(tl.int32)),
         tl.load(header + AT_COUNTS + 1),
@@ -110,14 +110,14 @@ def apply_penalties(x, y, low, high, header, words, rates):
 
 @triton.jit
 def load_float64_bits(words, i, count):
-    """Words that are the bits of float64 numbers."""
+    """Words that hold the bits of float64 numbers, as float32."""
     bits = tl.load(words + i, mask=i < count, other=0)
     return bits.to(tl.float64, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def apply_blocked(y, low, high, tokens, count):
-    """Leave some tokens for when there is nothing else."""
+    """Set the logits of blocked tokens to BLOCKED_LOGIT."""
     for first in range(0, count, LIST_TILE):
         i = first + tl.arange(0, LIST_TILE)
         token = tl.load(tokens + i, mask=i < count, other=-1)
@@ -129,7 +129,7 @@ def apply_blocked(y, low, high, tokens, count):
 
 @triton.jit
 def prefetch_logits(x, columns, width, end):
-    """Some columns that are needed next, unless they lie beyond the end of a span."""
+    """The columns of a tile, loaded before they are needed; 0 beyond the end of a span."""
     return tl.load(x + columns, mask=(columns < width) & (columns < end), other=0.0).to(tl.float32)
 
 
@@ -139,61 +139,61 @@ def copy_logits(x, y, low, end, width, TILE: tl.constexpr):
     columns = tl.arange(0, TILE)
     v = prefetch_logits(x, low + columns, width, end)
     for start in range(low, end, TILE):
-        ahead = prefetch_logits(x, start + TILE + columns, width, end)
+        next_v = prefetch_logits(x, start + TILE + columns, width, end)
         tl.store(y + start + columns, v, mask=start + columns < width)
-        v = ahead
+        v = next_v
     tl.debug_barrier()
 
 
 @triton.jit
 def apply_bias(y, low, end, width, address, TILE: tl.constexpr):
-    """Add a number to every logit."""
+    """Add the bias to the logits of a span."""
     if address != 0:
-        added = address.to(tl.pointer_type(tl.float32))
+        bias = address.to(tl.pointer_type(tl.float32))
         for start in range(low, end, TILE):
             columns = start + tl.arange(0, TILE)
-            v = load_logits(y, columns, width) + load_logits(added, columns, width)
+            v = load_logits(y, columns, width) + load_logits(bias, columns, width)
             tl.store(y + columns, v, mask=columns < width)
         tl.debug_barrier()
 
 
 @triton.jit
 def apply_allowed_mask(y, low, end, width, words, at, TILE: tl.constexpr):
-    """Exclude what a mask of bits does not allow."""
+    """Exclude the tokens that a bitmask does not allow."""
     if at != 0:
         for start in range(low, end, TILE):
             columns = start + tl.arange(0, TILE)
-            inside = columns < width
-            bits = tl.load(words + at + columns // 64, mask=inside, other=0) >> (columns % 64).to(tl.int64)
-            tl.store(y + columns, tl.full([TILE], float("-inf"), tl.float32), mask=inside & ((bits & 1) == 0))
+            in_row = columns < width
+            bits = tl.load(words + at + columns // 64, mask=in_row, other=0) >> (columns % 64).to(tl.int64)
+            tl.store(y + columns, tl.full([TILE], float("-inf"), tl.float32), mask=in_row & ((bits & 1) == 0))
         tl.debug_barrier()
 
 
 @triton.jit
 def store_block_maxima(x, maxima, low, end, width, TILE: tl.constexpr):
-    """Store the key of the maximum of every run of a span."""
+    """Store the key of the maximum of every block of a span."""
     blocks = tl.arange(0, TILE // VOCAB_BLOCK)
     columns = blocks[:, None] * VOCAB_BLOCK + tl.arange(0, VOCAB_BLOCK)[None, :]
     v = prefetch_logits(x, low + columns, width, end)
     for start in range(low, end, TILE):
-        ahead = prefetch_logits(x, start + TILE + columns, width, end)
+        next_v = prefetch_logits(x, start + TILE + columns, width, end)
         tl.store(maxima + start // VOCAB_BLOCK + blocks, tl.max(masked_keys(v, start + columns, width), 1))
-        v = ahead
+        v = next_v
 
 
 @triton.jit
 def is_matchable(tokens, breaker_mask):
-    """Which tokens may be in a match or follow one; `breakers` is an address, 0 for none."""
+    """Which tokens may be in a match or follow one; `breaker_mask` is an address, 0 for none."""
     known = tokens >= 0
-    breaks = tl.load(
+    is_breaker = tl.load(
         breaker_mask.to(tl.pointer_type(tl.int8)) + tokens, mask=known & (breaker_mask != 0), other=0
     )
-    return known & (breaks == 0)
+    return known & (is_breaker == 0)
 
 
 @triton.jit
 def store_last_token(ids, count, token, width):
-    """Write the last token of a text. Every program of a row does, the same."""
+    """Write the last token of a text. Every program of a row writes the same."""
     if count > 0:
         known = (token >= 0) & (token < width)
         tl.store(ids + count - 1, tl.where(known, token, NO_TOKEN).to(tl.int32))
@@ -202,44 +202,44 @@ def store_last_token(ids, count, token, width):
 
 @triton.jit
 def max_match_length(ids, count, limit, breaker_mask):
-    """How many of a text's last tokens a match can have, `limit` at most."""
-    length, more = tl.full([], 0, tl.int32), limit
-    while length < more:
-        lane = tl.arange(0, MATCH_TILE)
-        inside = length + lane < limit
-        tokens = tl.load(ids + count - 1 - length - lane, mask=inside, other=NO_TOKEN)
-        first = tl.min(tl.where(is_matchable(tokens, breaker_mask), MATCH_TILE, lane))
+    """How many of a text's last tokens a match can have, at most `limit`."""
+    length, end = tl.full([], 0, tl.int32), limit
+    while length < end:
+        offsets = tl.arange(0, MATCH_TILE)
+        in_range = length + offsets < limit
+        tokens = tl.load(ids + count - 1 - length - offsets, mask=in_range, other=NO_TOKEN)
+        first = tl.min(tl.where(is_matchable(tokens, breaker_mask), MATCH_TILE, offsets))
         length += first
-        more = tl.where(first < MATCH_TILE, length, limit)
+        end = tl.where(first < MATCH_TILE, length, limit)
     return length
 
 
 @triton.jit
-def match_lengths(ids, places, count, start, limit):
-    """How long a copy of the text's end stands before and at each of some places, `limit` at most."""
-    found, any_alive = places * 0, limit
-    alive = (places < count - 1).to(tl.int32)
+def match_lengths(ids, positions, count, start, limit):
+    """How many tokens up to each position equal those at the end of the text, at most `limit`."""
+    lengths, any_matching = positions * 0, limit
+    matching = (positions < count - 1).to(tl.int32)
     for distance in range(limit):
-        if any_alive > 0:
-            position = places - distance
+        if any_matching > 0:
+            earlier = positions - distance
             token = tl.load(ids + count - 1 - distance)
-            earlier_token = tl.load(ids + position, mask=(alive > 0) & (position >= start), other=NO_TOKEN)
-            alive = tl.where(earlier_token == token, alive, 0)
-            found += alive
-            any_alive = tl.max(alive)
-    return found
+            earlier_token = tl.load(ids + earlier, mask=(matching > 0) & (earlier >= start), other=NO_TOKEN)
+            matching = tl.where(earlier_token == token, matching, 0)
+            lengths += matching
+            any_matching = tl.max(matching)
+    return lengths
 
 
 @triton.jit
-def next_tokens(ids, places, count, breaker_mask):
-    """What follows some places, NO_TOKEN where it does not count."""
-    tokens = tl.load(ids + places + 1, mask=places < count - 1, other=NO_TOKEN)
+def next_tokens(ids, positions, count, breaker_mask):
+    """The tokens after some positions, NO_TOKEN where they cannot continue a match."""
+    tokens = tl.load(ids + positions + 1, mask=positions < count - 1, other=NO_TOKEN)
     return tl.where(is_matchable(tokens, breaker_mask), tokens, NO_TOKEN)
 
 
 @triton.jit
 def apply_dry(y, counts, low, high, width, header, params, TILE: tl.constexpr):
-    """Take DRY's costs from the logits between two columns; `counts` (width,) are 0 before and after."""
+    """Subtract DRY's penalties from the logits of a span; `counts` (width,) are 0 before and after."""
     address, breaker_mask = tl.load(header + AT_HISTORY), tl.load(header + AT_BREAKERS)
     if address != 0:
         ids, count = address.to(tl.pointer_type(tl.int32)), tl.load(header + AT_HISTORY + 1).to(tl.int32)
@@ -248,51 +248,42 @@ def apply_dry(y, counts, low, high, width, header, params, TILE: tl.constexpr):
         start = tl.where(window > 0, count - window, 0)
         limit = tl.minimum(tl.load(params + MAX_MATCH_COLUMN), count - start).to(tl.int32)
         limit = max_match_length(ids, count, limit, breaker_mask)
-        best, lane = tl.full([], 0, tl.int32), tl.arange(0, TILE)
+        best, offsets = tl.full([], 0, tl.int32), tl.arange(0, TILE)
         for first in range(start, count - 1, TILE):
-            found = match_lengths(ids, first + lane, count, start, limit)
-            tokens = next_tokens(ids, first + lane, count, breaker_mask)
-            best = tl.maximum(best, tl.max(tl.where(tokens >= 0, found, 0)))
+            lengths = match_lengths(ids, first + offsets, count, start, limit)
+            tokens = next_tokens(ids, first + offsets, count, breaker_mask)
+            best = tl.maximum(best, tl.max(tl.where(tokens >= 0, lengths, 0)))
         allowed = tl.load(params + ALLOWED_LENGTH_COLUMN).to(tl.int32)
         if best >= tl.maximum(allowed, 1):
             power = (best - allowed).to(tl.float64) * tl.log(tl.load(params + BASE_COLUMN))
-            cost_per_match = tl.minimum(tl.load(params + MULTIPLIER_COLUMN) * tl.exp(power), MAX_DRY_PENALTY)
+            penalty_per_match = tl.minimum(
+                tl.load(params + MULTIPLIER_COLUMN) * tl.exp(power), MAX_DRY_PENALTY
+            )
             for first in range(start, count - 1, TILE):
-                found = match_lengths(ids, first + lane, count, start, best)
-                tokens = next_tokens(ids, first + lane, count, breaker_mask)
-                in_span = (found >= best) & (tokens >= low) & (tokens < high)
+                lengths = match_lengths(ids, first + offsets, count, start, best)
+                tokens = next_tokens(ids, first + offsets, count, breaker_mask)
+                in_span = (lengths >= best) & (tokens >= low) & (tokens < high)
                 tl.atomic_add(counts + tokens, 1, mask=in_span, sem="relaxed")
             tl.debug_barrier()
             for first in range(start, count - 1, TILE):
-                found = match_lengths(ids, first + lane, count, start, best)
-                tokens = next_tokens(ids, first + lane, count, breaker_mask)
-                in_span = (found >= best) & (tokens >= low) & (tokens < high)
-                many = tl.atomic_xchg(counts + tokens, 0, mask=in_span, sem="relaxed")
-                in_span = in_span & (many > 0)
-                cost = tl.minimum(cost_per_match * many, MAX_DRY_PENALTY).to(tl.float32)
-                tl.store(y + tokens, tl.load(y + tokens, mask=in_span, other=0.0) - cost, mask=in_span)
+                lengths = match_lengths(ids, first + offsets, count, start, best)
+                tokens = next_tokens(ids, first + offsets, count, breaker_mask)
+                in_span = (lengths >= best) & (tokens >= low) & (tokens < high)
+                num_matches = tl.atomic_xchg(counts + tokens, 0, mask=in_span, sem="relaxed")
+                in_span = in_span & (num_matches > 0)
+                penalty = tl.minimum(penalty_per_match * num_matches, MAX_DRY_PENALTY).to(tl.float32)
+                tl.store(y + tokens, tl.load(y + tokens, mask=in_span, other=0.0) - penalty, mask=in_span)
             tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["blocks_per_row", "tiles_per_program"])
 def edit_logits_kernel(
-    x,
-    table,
-    words,
-    stride,
-    y,
-    maxima,
-    counts,
-    blocks_per_row,
-    tiles_per_program,
-    width,
-    TILE: tl.constexpr,
-    EDIT: tl.constexpr,
-    DRY: tl.constexpr,
-):
-    """Change a span of tiles of a row, in a copy, if any row's logits are EDITED; then look for the maxima.
+    x, table, words, stride, y, maxima, counts, blocks_per_row, tiles_per_program, width,
+    TILE: tl.constexpr, EDIT: tl.constexpr, DRY: tl.constexpr,
+):  # fmt: skip
+    """Edit a copy of a span of a row if EDIT, in the order of the steps; then store the block maxima.
 
-    The changes come in the order in which the steps are defined. Texts are SEARCHED if any row uses DRY.
+    EDIT is set if any row's logits are edited, DRY if any row uses DRY.
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * tiles_per_program
     low, end = first * TILE, tl.minimum(first + tiles_per_program, tl.cdiv(width, TILE)) * TILE
