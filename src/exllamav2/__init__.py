@@ -17,11 +17,10 @@ from exlm import Tokenizer as ExLlamaV2Tokenizer
 from exlm import __version__
 from exlm.legacy.alias_modules import AliasTable as _AliasTable
 from exlm.legacy.alias_modules import install as _install
-from exlm.legacy.devices import cache_tp as ExLlamaV2Cache_TP
-from exlm.legacy.hooks import Intervention
 from exlm.legacy.placeholders import MultimodalProjector as ExLlamaV2MultimodalProjector
 from exlm.legacy.placeholders import VisionTower as ExLlamaV2VisionTower
-from exlm.legacy.util import SeqTensor, Timer
+from exlm.legacy.util import Intervention, SeqTensor, Timer
+from exlm.legacy.util import cache_tp as ExLlamaV2Cache_TP
 
 from ._aliases import MODULES as _MODULES
 from ._aliases import OBJECTS as _OBJECTS

@@ -20,15 +20,6 @@ OBJECTS: dict[str, str] = {
     "exlm.legacy.base_generator": """
         BaseGenerator as ExLlamaV2BaseGenerator
     """,
-    "exlm.legacy.devices": """
-        cache_tp as ExLlamaV2Cache_TP, torch_device as _torch_device, BROADCAST_ID, BROADCAST_KV,
-        BROADCAST_Q, BROADCAST_RS, BROADCAST_VC, cuda_sync_active, get_all_gpu_memory,
-        get_device_stream, global_streams, list_live_tensors, print_vram_usage,
-        print_vram_usage_peak, safe_move_tensor, set_device_streams
-    """,
-    "exlm.legacy.hooks": """
-        PostSamplingHook as ExLlamaV2PostSamplingHook, Intervention
-    """,
     "exlm.legacy.model_init": """
         add_args, check_args, init, post_init_load, print_options
     """,
@@ -56,14 +47,16 @@ OBJECTS: dict[str, str] = {
     "exlm.legacy.streaming_generator": """
         StreamingGenerator as ExLlamaV2StreamingGenerator
     """,
-    "exlm.legacy.tokenization": """
-        Vocabulary as ExLlamaV2TokenizerBase, get_tokens
-    """,
     "exlm.legacy.util": """
-        get_basic_progress, pairwise, SeqTensor, Timer
+        cache_tp as ExLlamaV2Cache_TP, PostSamplingHook as ExLlamaV2PostSamplingHook,
+        torch_device as _torch_device, Vocabulary as ExLlamaV2TokenizerBase, BROADCAST_ID,
+        BROADCAST_KV, BROADCAST_Q, BROADCAST_RS, BROADCAST_VC, cuda_sync_active,
+        get_all_gpu_memory, get_basic_progress, get_device_stream, get_tokens,
+        global_streams, Intervention, list_live_tensors, pairwise, print_vram_usage,
+        print_vram_usage_peak, safe_move_tensor, SeqTensor, set_device_streams, Timer
     """,
 }
-"""exlm module → its objects, each with the name that exllamav2 has for it if that is another."""
+"""exlm module → its objects, each with its name in exllamav2 if that differs."""
 
 MODULES: dict[str, str] = {
     "architecture": "ExLlamaV2ArchParams RopeStyle",
@@ -145,7 +138,7 @@ MODULES: dict[str, str] = {
     "vlm.util": "convert_to_rgb normalize_image size_to_longest_edge_and_patch_size smart_resize",
     "vlm.vision_tower": "ExLlamaV2VisionTower",
 }
-"""Module, as a path below exllamav2 → its names; a name that no exlm module has is a submodule."""
+"""Module path below exllamav2 → its names; a name that is not among `OBJECTS` is a submodule."""
 
 REFUSED: dict[str, str] = {
     "conversion.convert_exl2": "exllamav2.conversion.convert_exl2 does not exist in exlm: make EXL2 models "

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from exlm import Cache, Generator, Model, Settings, Tokenizer
 from exlm.legacy import StreamingGenerator
-from exlm.legacy.draft_functions import ModelDraftFunction, NgramCounts, NgramDraftFunction
+from exlm.legacy.speculative import ModelDraftFunction, NgramCounts, NgramDraftFunction
 from tests.generator.scripted import ID, ids
 from tests.legacy.scripted import (
     CacheShape,

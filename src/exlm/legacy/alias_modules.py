@@ -1,8 +1,8 @@
-"""Modules that hold nothing but other modules' objects under other names, made from a table instead of files.
+"""An import hook for modules that only give other modules' objects other names, as a table lists them.
 
-`install` lets Python import them; each runs the source text that `AliasTable.source` writes. A wheel has the
-same texts as files (see hatch_build.py), because type checkers, bundlers and editors look for files. Standard
-library only: the build loads this module without the package.
+`install` makes the modules importable; each runs the source text that `AliasTable.source` writes.
+hatch_build.py writes the same texts as files into wheels, because type checkers, bundlers and editors look
+for files; it loads this module by itself, so that it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 
 class AliasTable(NamedTuple):
-    """The submodules of one package; module paths are relative to it."""
+    """The alias modules of one package; module paths are relative to it."""
 
     package: str
     objects: dict[str, str]
-    """module of another package → its objects, with commas between: `name` or `name as alias`"""
+    """module of another package → its objects, separated by commas: `name` or `name as alias`"""
     modules: dict[str, str]
-    """module path → the aliases in it, with spaces between; one that is no object is a submodule"""
+    """module path → the aliases in it, separated by spaces; one that is not an object is a submodule"""
     refused: dict[str, str]
     """module path → the message of the ImportError that importing it raises"""
 
@@ -58,10 +58,10 @@ class AliasTable(NamedTuple):
 
 
 class _Finder(PathEntryFinder, InspectLoader):
-    """Finds and loads the modules of one (sub)package, for which an entry of its own stands in `__path__`."""
+    """Finds and loads the modules of one (sub)package, whose `__path__` has an entry for it."""
 
-    def __init__(self, table: AliasTable, below: str) -> None:
-        self._table, self._below = table, below  # "" or "generator."
+    def __init__(self, table: AliasTable, prefix: str) -> None:
+        self._table, self._prefix = table, prefix  # "" or "generator."
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
         path = self._path(fullname)
@@ -80,10 +80,10 @@ class _Finder(PathEntryFinder, InspectLoader):
         return self._table.is_package(self._path(fullname))
 
     def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
-        """What `pkgutil` asks for."""
+        """For `pkgutil`: the modules of this package, their names after `prefix`."""
         for path in sorted(self._table.paths()):
-            name = path.removeprefix(self._below)
-            if path.startswith(self._below) and "." not in name:
+            name = path.removeprefix(self._prefix)
+            if path.startswith(self._prefix) and "." not in name:
                 yield prefix + name, self._table.is_package(path)
 
     def _path(self, fullname: str) -> str:
@@ -97,9 +97,9 @@ def install(table: AliasTable, search_path: list[str]) -> Callable[[str], Module
     """
 
     def hook(entry: str) -> _Finder:
-        for below in ("", *(f"{path}." for path in table.paths())):
-            if entry == _entry(table, below):
-                return _Finder(table, below)
+        for prefix in ("", *(f"{path}." for path in table.paths())):
+            if entry == _entry(table, prefix):
+                return _Finder(table, prefix)
         raise ImportError(f"{entry} is no package of {table.package}.")
 
     sys.path_hooks.append(hook)
@@ -113,5 +113,6 @@ def install(table: AliasTable, search_path: list[str]) -> Callable[[str], Module
     return submodule
 
 
-def _entry(table: AliasTable, below: str) -> str:
-    return f"<aliases of {table.package}.{below}>"
+def _entry(table: AliasTable, prefix: str) -> str:
+    """The entry of `__path__` for the modules whose paths start with `prefix`."""
+    return f"<aliases of {table.package}.{prefix}>"

@@ -17,18 +17,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..constrained.token_sets import bitmask_contains
 from ..errors import InputError
+from ..generator import Job
 from ..generator.engine import EngineCore
+from ..generator.job import TokenizerLike
 from ..generator.model_runner import ModelRunner
 from ..generator.page_table import PageTable
 from ..kvcache import CacheBase
 from ..model import Model
-from ..sampling import Settings
+from ..sampling import SamplingRequest, Settings
 from ..tokenizer import Tokenizer
-from .inputs import TruncationWarning, embed_in_ids, embed_in_texts, pad_left
-from .jobs import LegacyJob, filter_arguments
+from .inputs import TruncationWarning, embed_in_ids, embed_in_texts, filter_arguments, pad_left
 
-TOKENS_PER_ROW = 8  # tokens of `max_input_len` that one row of the batch counts for
+TOKENS_PER_ROW = 8  # the batch has one row for this many tokens of `max_input_len`
+
+
+class LegacyJob(Job):
+    """A job whose filters also apply to the text that a healed token adds to the prompt."""
+
+    def bind(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
+        """As for any job; also creates the sampling state, which the generators then change."""
+        super().bind(serial, tokenizer, vocab_size)
+        self.init_sampling()
+
+    def next_sampling_request(self) -> SamplingRequest:
+        """The request for the next token; filters restrict a healed token."""
+        request = super().next_sampling_request()
+        if self.output.healing and self.filter_stack is not None and self._healing_candidates is not None:
+            if not self._filters_started:
+                self.filter_stack.begin(self.piece(self.prompts[0][-1]))
+                self._filters_started = True
+            if (mask := self.filter_stack.allowed().mask) is not None:
+                request.allowed = [t for t in self._healing_candidates if bitmask_contains(mask, t)]
+        return request
 
 
 class BaseGenerator:
@@ -46,11 +68,8 @@ class BaseGenerator:
     @property
     def sequence_ids(self) -> Tensor | None:
         """The ids of the running or last call's sequences (rows, n), padded; None before the first call."""
-        return (
-            None
-            if self._sequence_rows is None
-            else pad_left(self._sequence_rows, self.tokenizer.pad_token_id)
-        )
+        rows = self._sequence_rows
+        return None if rows is None else pad_left(rows, self.tokenizer.pad_token_id)
 
     @property
     def max_length(self) -> int:
@@ -160,14 +179,15 @@ class BaseGenerator:
     @cached_property
     def _engine(self) -> EngineCore:
         config = self.model.config
-        pages = PageTable(self.cache.num_pages)
+        page_table = PageTable(self.cache.num_pages)
+        page_size = page_table.page_size
         return EngineCore(
             self._runner,
-            pages,
+            page_table,
             self.tokenizer,
             config.vocab_size,
             max_batch_size=max(2, config.max_input_len // TOKENS_PER_ROW),
-            chunk_size=max(pages.page_size, config.max_input_len // pages.page_size * pages.page_size),
+            chunk_size=max(page_size, config.max_input_len // page_size * page_size),
             max_length=self.max_length,
             make_extras=self.model.make_extras,
         )
@@ -234,5 +254,5 @@ class BaseGenerator:
 
 
 def _offset_seed(seed: Any, index: int) -> Any:
-    """The seed of prompt `index`; a seed that is no number is passed on, and refused by the job."""
+    """The seed of prompt `index`; a seed that is not an integer is unchanged, and the job refuses it."""
     return seed + index if isinstance(seed, Integral) else seed

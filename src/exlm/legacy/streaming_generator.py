@@ -18,17 +18,38 @@ from torch import Tensor
 from ..errors import InputError
 from ..generator import Job
 from ..generator.generator import CACHE_OVERWRITTEN, DRAFT_SHARES_CACHE
-from ..generator.job import split_stop_conditions
+from ..generator.job import TokenizerLike, split_stop_conditions
 from ..generator.validation import argument_names, drop_unknown
 from ..kvcache import Cache, CacheBase
 from ..model import Model
-from ..sampling import Settings
+from ..sampling import SamplingRequest, Settings
 from ..tokenizer import Tokenizer
-from .base_generator import BaseGenerator
-from .draft_functions import ModelDraftFunction, NgramCounts, NgramDraftFunction
-from .inputs import embed_in_ids, id_lists, strip_padding
-from .jobs import StreamJob, banned_token_set, filter_arguments
-from .speculative_runner import DraftFunction, SpeculativeRunner
+from .base_generator import BaseGenerator, LegacyJob
+from .inputs import banned_token_set, embed_in_ids, filter_arguments, id_lists, strip_padding
+from .speculative import DraftFunction, ModelDraftFunction, NgramCounts, NgramDraftFunction, SpeculativeRunner
+
+
+class StreamJob(LegacyJob):
+    """A job whose tokens are requested one by one; ids in `banned_next` cannot be the next one."""
+
+    banned_next: frozenset[int] = frozenset()
+
+    def bind(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
+        """As for any job; not simple, because each call may ban tokens."""
+        super().bind(serial, tokenizer, vocab_size)
+        self.is_simple = False
+
+    def set_token_details(self, probs: bool, top: int, logits: bool) -> None:
+        """Change which details are returned with the tokens sampled from now on."""
+        self.return_probs, self.return_top_tokens, self.return_logits = probs, top, logits
+        self.sampling_request.return_probs = probs or bool(self.hooks)
+        self.sampling_request.num_top_tokens = top
+
+    def next_sampling_request(self) -> SamplingRequest:
+        """The request for the next token, without the banned ids."""
+        request = super().next_sampling_request()
+        request.blocked = self.banned_next.union(request.blocked)
+        return request
 
 
 class StreamingGenerator(BaseGenerator):
@@ -138,11 +159,10 @@ class StreamingGenerator(BaseGenerator):
         self._start(job)
 
     def stream_ex(self, ban_tokens: Collection[int] | None = None, **unknown: Any) -> Chunk:
-        """Sample the next token, excluding `ban_tokens`, and return the text it releases; after the end, an
-        empty chunk.
+        """Sample the next token, which is not in `ban_tokens`; a chunk with the text it releases.
 
-        A healed token is returned together with the next one; its id is left out, because it was in the
-        prompt.
+        After the end, the chunk is empty. A healed token is returned together with the next one, without its
+        id, which was in the prompt.
         """
         drop_unknown("stream_ex()", unknown, ["ban_tokens"])
         job = self._job
@@ -176,7 +196,7 @@ class StreamingGenerator(BaseGenerator):
         **options: Any,
     ) -> None:
         """`begin_stream_ex` with the older order of arguments; the others by name."""
-        further = drop_unknown("begin_stream()", options, argument_names(self.begin_stream_ex))
+        known_options = drop_unknown("begin_stream()", options, argument_names(self.begin_stream_ex))
         self.begin_stream_ex(
             input_ids,
             gen_settings,
@@ -185,7 +205,7 @@ class StreamingGenerator(BaseGenerator):
             input_mask,
             position_offsets,
             abort_event=abort_event,
-            **further,
+            **known_options,
         )
 
     def stream(self, **unknown: Any) -> tuple[Any, ...]:
@@ -197,12 +217,12 @@ class StreamingGenerator(BaseGenerator):
         if self.return_top_tokens:
             raise InputError("stream() has no place for top tokens: call stream_ex().")
         chunk = self.stream_ex()
-        wanted = [chunk["probs"]] if "probs" in chunk else []
-        wanted += [chunk["logits"][0]] if "logits" in chunk else []
-        return (chunk["chunk"], chunk["eos"], chunk["chunk_token_ids"], *wanted)
+        details = [chunk["probs"]] if "probs" in chunk else []
+        details += [chunk["logits"][0]] if "logits" in chunk else []
+        return (chunk["chunk"], chunk["eos"], chunk["chunk_token_ids"], *details)
 
     def full(self) -> bool:
-        """Whether the running sequence is as long as it may become."""
+        """Whether the running sequence has reached its maximum length."""
         rows = self._sequence_rows or []
         return bool(rows) and max(map(len, rows)) >= self._max_length_of(len(rows))
 
@@ -251,10 +271,8 @@ class StreamingGenerator(BaseGenerator):
         if self.speculative_ngram:
             return self._make_ngram_draft()
         if self._model_draft is not None:
-            self._model_draft.max_tokens, self._model_draft.min_prob = (
-                self.num_speculative_tokens,
-                self.speculative_prob_threshold,
-            )
+            self._model_draft.max_tokens = self.num_speculative_tokens
+            self._model_draft.min_prob = self.speculative_prob_threshold
         return self._model_draft
 
     def _make_ngram_draft(self) -> NgramDraftFunction:
@@ -271,8 +289,8 @@ class StreamingGenerator(BaseGenerator):
 
     def _max_length_of(self, num_rows: int) -> int:
         """The maximum length of a sequence if the cache holds `num_rows` of them."""
-        pages = self._engine.page_table
-        return min(self.max_length, pages.num_pages // num_rows * pages.page_size)
+        page_table = self._engine.page_table
+        return min(self.max_length, page_table.num_pages // num_rows * page_table.page_size)
 
     def _tokens_left(self, rows: list[Tensor]) -> int:
         longest, limit = max(row.shape[1] for row in rows), self._max_length_of(len(rows))

@@ -1,28 +1,48 @@
-"""Helpers of `exllamav2.util` and `.compat` that scripts use in their own code; exlm uses none of them."""
+"""Functions and classes of exllamav2 that scripts use in their own code; exlm itself uses none of them.
+
+A growing tensor, a timer, GPU memory reports, hooks around layers and after sampling, the interface of
+`tokenizer.tokenizer_model`, and token ids read from a dataset. Without a GPU the reports are empty.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise as pairwise
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, NotLoaded
+from ..kvcache import Cache, CacheBase
+from ..model import Model
+from ..sampling import PostSamplingResult
+from ..tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-
+HiddenStatesHook = Callable[[Tensor], Tensor]
 INITIAL_CAPACITY = 256
+MIB = 2**20
+
+BROADCAST_KV, BROADCAST_ID, BROADCAST_VC, BROADCAST_RS, BROADCAST_Q = range(5)
+"""Constants of `exllamav2.tensor_p`: how a tensor is split over devices."""
+
+global_streams: dict[int, Any] = {}
+"""CUDA streams that the library created, by device: none, exlm uses torch's current streams."""
 
 
 class SeqTensor:
     """A tensor that grows along `seq_dim`; the first `len(self)` entries of its storage are in use.
 
-    A new one is empty: the size of `shape` along `seq_dim` is ignored. An append beyond the capacity at
+    It starts empty: the size of `shape` along `seq_dim` is ignored. An append beyond the capacity at
     least doubles it and copies the entries.
     """
 
@@ -44,17 +64,15 @@ class SeqTensor:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, seq_dim: int) -> Self:
-        """A new one that holds a copy of a tensor."""
-        made = cls(tensor.shape, tensor.dtype, seq_dim, tensor.device, tensor.shape[seq_dim])
-        made.append(tensor)
-        return made
+        """A `SeqTensor` with a copy of a tensor."""
+        out = cls(tensor.shape, tensor.dtype, seq_dim, tensor.device, tensor.shape[seq_dim])
+        out.append(tensor)
+        return out
 
     def __len__(self) -> int:
-        """The number of entries in use."""
         return self._used
 
     def __bool__(self) -> bool:
-        """Whether any entry is in use."""
         return self._used > 0
 
     @property
@@ -137,12 +155,10 @@ class Timer:
     interval: float = 0.0
 
     def __enter__(self) -> Self:
-        """Start the clock."""
         self.start_time = time.perf_counter()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Stop the clock, also after an exception."""
         self.end_time = time.perf_counter()
         self.interval = self.end_time - self.start_time
 
@@ -160,3 +176,170 @@ def get_basic_progress() -> Progress:
 
     text = TextColumn("{task.description}")
     return Progress(text, BarColumn(None), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+
+
+def set_device_streams() -> None:
+    """Do nothing: exlm uses torch's current streams."""
+
+
+def get_device_stream(index: int) -> None:
+    """None: exlm creates no streams of its own."""
+
+
+def torch_device(idx: int) -> str:
+    """The name of a device by its index; -1 is the CPU."""
+    return "cpu" if idx == -1 else f"cuda:{idx}"
+
+
+def safe_move_tensor(tensor: Any, device: int | str | torch.device, non_blocking: bool = False) -> Any:
+    """A tensor, or each of a list or tuple of tensors, on a device."""
+    if isinstance(tensor, Tensor):
+        return tensor.to(device, non_blocking=non_blocking)
+    return type(tensor)(safe_move_tensor(item, device, non_blocking) for item in tensor)
+
+
+def cache_tp(
+    model: Model, base: type[CacheBase] = Cache, batch_size: int = 1, max_seq_len: int = -1
+) -> CacheBase:
+    """A cache of class `base` for a model loaded with `load_tp`: each rank keeps the heads it computes.
+
+    In exlm every cache of a tensor-parallel model is one; the name `ExLlamaV2Cache_TP` stays for scripts.
+    """
+    if model.tp_context is None:
+        raise NotLoaded("Cannot create TP cache unless model is loaded with load_tp(): call it first.")
+    return base(model, batch_size, max_seq_len)
+
+
+def cuda_sync_active() -> None:
+    """Wait for every GPU that this process uses."""
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.memory_allocated(index):
+            torch.cuda.synchronize(index)
+
+
+def get_all_gpu_memory() -> dict[int, dict[str, int]]:
+    """For each GPU its memory in MiB: `total`, `used` and `free`."""
+    memory = {index: torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())}
+    return {
+        index: {"total": total // MIB, "used": (total - free) // MIB, "free": free // MIB}
+        for index, (free, total) in memory.items()
+    }
+
+
+def list_live_tensors() -> None:
+    """Print how many tensors of each shape, type and device exist."""
+    gc.collect()
+    kinds = Counter(
+        f"{tuple(item.shape)}, {item.dtype}, {item.device}"
+        for item in gc.get_objects()
+        if issubclass(type(item), Tensor)  # isinstance would call __class__ of proxy objects
+    )
+    _print_lines(f"{count} : {kind}" for kind, count in kinds.most_common())
+
+
+def print_vram_usage() -> None:
+    """Print how much memory of the first GPU this process holds, and reset the peak."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats(0)
+    print_vram_usage_peak()
+
+
+def print_vram_usage_peak() -> None:
+    """Print the peak memory of the first GPU that this process has held since the last reset."""
+    peak = torch.cuda.max_memory_allocated(0) if torch.cuda.is_available() else 0
+    _print_lines([f"Peak memory: {peak / MIB:,.2f} MB"])
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(line)
+
+
+class HasForward(Protocol):
+    """Any layer whose `forward` takes the hidden states first and returns them."""
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """(rows, tokens, hidden) → the same shape."""
+        ...
+
+
+class Intervention:
+    """A layer with `pre_forward` applied to its input and `post_forward` to its output.
+
+    All other attributes are those of `inner`, the layer.
+    """
+
+    def __init__(
+        self,
+        inner: HasForward,
+        pre_forward: HiddenStatesHook | None = None,
+        post_forward: HiddenStatesHook | None = None,
+    ) -> None:
+        self.inner = inner
+        self.pre_forward, self.post_forward = pre_forward or _unchanged, post_forward or _unchanged
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """The layer's forward pass between the two hooks."""
+        return self.post_forward(self.inner.forward(self.pre_forward(hidden_states), *arguments, **options))
+
+    def __getattr__(self, name: str) -> Any:
+        """The layer's own attribute."""
+        if name == "inner":  # not assigned yet, as during a copy: the next line would recurse
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class PostSamplingHook(ABC):
+    """The base class of post-sampling hooks, which go into `settings.post_sampling_hooks`.
+
+    Any callable works as well.
+    """
+
+    @abstractmethod
+    def __call__(self, p: PostSamplingResult) -> None:
+        """Called with each sampled token; may replace it by assigning `p.sampled_token`."""
+
+
+@runtime_checkable
+class Vocabulary(Protocol):
+    """The methods of `tokenizer.tokenizer_model`, whichever tokenizer file it was read from."""
+
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+
+    def id_to_piece(self, number: int) -> str:
+        """The token as the vocabulary writes it."""
+
+    def piece_to_id(self, piece: str) -> int | None:
+        """The id of a token as the vocabulary writes it."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+
+
+def get_tokens(num_rows: int, length: int, filename: str | os.PathLike[str], tokenizer: Tokenizer) -> Tensor:
+    """The first (num_rows, length) token ids of a .parquet, .txt or .jsonl file, its documents joined."""
+    from ..quantize.calibration import read_documents
+
+    needed, ids, num_read = num_rows * length, [], 0
+    if num_rows < 1 or length < 1:
+        raise InputError(f"get_tokens reads at least 1 row of 1 token, found {num_rows} and {length}.")
+    for text in read_documents(Path(filename)):
+        ids.append(tokenizer.encode(text)[0])
+        num_read += len(ids[-1])
+        if num_read >= needed:
+            return torch.cat(ids)[:needed].view(num_rows, length)
+    raise InputError(
+        f"{filename} has {num_read:,} tokens, and {num_rows} rows of {length} take {needed:,}: ask for fewer "
+        "rows or give more text."
+    )
+
+
+def _unchanged(hidden_states: Tensor) -> Tensor:
+    return hidden_states
