@@ -1,7 +1,7 @@
 """The command line that exllamav2's scripts share.
 
 A script calls `add_args(parser)`, then `check_args(args)`, `print_options(args)` and `init(args)`, which maps
-the options to a `Config` and the arguments of `Model.load`; these validate them.
+the options to a `Config` and the arguments of `Model.load`, which validate them.
 """
 
 from __future__ import annotations

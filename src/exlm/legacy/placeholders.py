@@ -1,8 +1,8 @@
 """Names that programs import from exllamav2 and that have no counterpart in exlm.
 
-Importing a placeholder is harmless, and `isinstance` with it is false. Using one raises `Unsupported`, which
-says what to use instead. What has nothing to do or to find missing here (`cleanup_stfiles`,
-`assert_paged_attn`, the `has_…` flags) answers.
+Scripts may import a placeholder, and `isinstance` with it is false. Using one raises `Unsupported`, which
+says what to use instead. Functions and flags that are meaningful in exlm too (`cleanup_stfiles`,
+`assert_paged_attn`, `has_…`) work.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import torch
 from ..errors import Unsupported
 from ..families.config_attributes import RopeStyle as RopeStyle
 
-# What the placeholders are made of
-
 
 class _UnavailableType(type):
-    """The class of placeholder classes: missing attributes and assignments raise errors with the remedy."""
+    """The metaclass of placeholders: missing attributes and assignments raise errors with the remedy."""
 
     def __getattr__(cls, name: str) -> NoReturn:
         """An AttributeError, so that `hasattr` is false, with the remedy in it."""
         raise AttributeError(f"{cls.__name__}.{name} does not exist in exlm. {cls._find_remedy()}")
 
     def __setattr__(cls, name: str, value: object) -> None:
-        """Refuse monkeypatches: the method that a script exchanges would never be called."""
+        """Refuse monkeypatches: a replaced method would never be called."""
         if not name.startswith("__"):
             raise Unsupported(
                 f"{cls.__name__}.{name} cannot be exchanged: nothing calls it. {cls._find_remedy()}"
@@ -38,7 +36,7 @@ class _UnavailableType(type):
 
 
 class Unavailable(metaclass=_UnavailableType):
-    """A class without a counterpart: scripts may import it and test instances with it, but not create any."""
+    """A class without a counterpart: scripts may import it and use it in `isinstance`, but not create it."""
 
     remedy: ClassVar[str]
 
@@ -58,7 +56,7 @@ def unavailable(name: str, remedy: str) -> Callable[..., NoReturn]:
 
 
 class UnavailableObject:
-    """An object or table without a counterpart: any use but naming its functions raises `Unsupported`."""
+    """An object or table without a counterpart; using it, or calling its functions, raises `Unsupported`."""
 
     def __init__(self, name: str, remedy: str) -> None:
         self._error = f"{name} does not exist in exlm. {remedy}"
@@ -84,7 +82,7 @@ class UnavailableObject:
 
 
 class AttentionModule(Unavailable):
-    """Attention of one layer; exlm binds it to its kernels while loading and exposes no module."""
+    """The attention of one layer."""
 
     remedy = (
         "Attention has no public module: it is bound to its kernels while the model loads. Use "
@@ -97,7 +95,7 @@ class AttentionModule(Unavailable):
         remedy = "Attention parameters are not public: call model.forward(ids, cache, input_mask=…)."
 
     class PagedParams(Params):
-        """The same with page tables."""
+        """Arguments of a forward pass with page tables."""
 
         remedy = "Page tables are not public: use ExLlamaV2DynamicGenerator, which owns them."
 
@@ -105,7 +103,7 @@ class AttentionModule(Unavailable):
 AttentionParams, PagedAttentionParams = AttentionModule.Params, AttentionModule.PagedParams
 
 has_flash_attn = has_flash_attn_with_paged = has_flash_attn_with_window = has_flash_attn_with_softcap = True
-"""Scripts test these before they choose a generator; exlm has paging, windows and softcap everywhere."""
+"""Scripts test these to choose a generator; exlm has paging, windows and softcap on every device."""
 
 has_xformers = has_lower_right_sdpa = False
 """exlm uses neither."""

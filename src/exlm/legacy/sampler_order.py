@@ -1,13 +1,13 @@
 """`Sampler.sample` with exllamav2's signature, for scripts that run their own loop.
 
-It takes the same steps as a batch, one row after the other, and differs in what such scripts rely on: they
-bring the random number, mirostat's target is kept in the settings, and filters are asked on the spot.
+It applies the steps of `exlm.sampling` to one row after the other. Unlike a batch, the caller passes the
+random number, the settings keep mirostat's target, and filters are evaluated during the call.
 
-The token that a given random number selects depends on the order in which the old library walked along its
-candidates. Candidates that no step had sorted stood in the order of their ids, those above a threshold were
-gathered at the front by swapping, and asked for k top tokens it ran a quicksort just far enough to have the
-first k right and walked along whatever that left. This module keeps that order, so scripts that pass `random`
-get the same tokens. Distributions do not depend on it.
+Which token a random number selects depends on the order of the candidates in the cumulative sum. exllamav2
+left candidates in the order of their ids if no step had sorted them, moved those above a threshold to the
+front by swapping, and, if k top tokens were requested, ran a quicksort that stopped when the first k were in
+order. This module keeps that order, so that scripts that pass `random` get the same tokens. Distributions do
+not depend on it.
 """
 
 from __future__ import annotations
@@ -48,29 +48,31 @@ from ..sampling.sampler import (
 from ..sampling.settings import CompiledSettings
 from ..sampling.vocabulary import SamplerVocabulary
 
-MAX_SORTED_TOP_K = 500  # up to this k the old library left the candidates of top-k sorted
+MAX_SORTED_TOP_K = 500  # up to this k, exllamav2 left the candidates of top-k sorted
 SORTING_STEPS = frozenset({"tfs", "typical", "mirostat", "skew"})
 NEGLIGIBLE_PROB = 1e-8  # less probable candidates are moved to the end before sorting
-MAX_PASSES = 100  # passes over all candidates after which the quicksort is given up
-TARGET_MASS_FACTOR = 0.9998  # of the random number: how much of the total probability is walked past
+MAX_PASSES = 100  # passes over all candidates after which the quicksort stops
+TARGET_MASS_FACTOR = 0.9998  # the cumulative probability to reach is this times the random number
 
 
 class SampleFilterMask:
-    """What filters allow next, and which tokens would end the text."""
+    """The tokens that filters allow next, and those that end the text."""
 
     def __init__(self, filters: Sequence[Any], eos: int | None = None) -> None:
-        """Ask the filters. `eos` is the token to insist on as soon as they allow it, None for none."""
-        all_can_mask = bool(filters) and all(_supports_masks(each) for each in filters)
+        """`eos`, if given, is the only token allowed once the filters allow it."""
+        all_can_mask = bool(filters) and all(map(_supports_masks, filters))
         self._masking_filters: Sequence[Any] = filters if all_can_mask else ()
         self._allowed_ids: set[int] | None = None
         self._end_ids: set[int] = set()
-        for each in self._masking_filters:
-            if not (each.get_next(mask=True) if hasattr(each, "get_next") else each.prepare_logit_mask()):
+        for filter_ in self._masking_filters:
+            if not (
+                filter_.get_next(mask=True) if hasattr(filter_, "get_next") else filter_.prepare_logit_mask()
+            ):
                 raise InputError(
                     "Attempting to use precomputed logit mask, but filter is not precomputing mask."
                 )
-        for each in () if all_can_mask else filters:
-            allowed, ends = each.get_next() if hasattr(each, "get_next") else each.next()
+        for filter_ in () if all_can_mask else filters:
+            allowed, ends = filter_.get_next() if hasattr(filter_, "get_next") else filter_.next()
             self._end_ids |= set(ends or ())
             if allowed is not None:
                 self._allowed_ids = (
@@ -82,9 +84,9 @@ class SampleFilterMask:
             self._allowed_ids = {eos}
 
     def apply(self, x: Tensor) -> None:
-        """Exclude from logits (vocab,), in place, what the filters do not allow."""
-        for each in self._masking_filters:
-            masked = each.mask_logits(x)
+        """Exclude tokens that the filters do not allow from logits (vocab,), in place."""
+        for filter_ in self._masking_filters:
+            masked = filter_.mask_logits(x)
             x.copy_(
                 torch.nn.functional.pad(masked, (0, max(0, len(x) - len(masked))), value=-torch.inf)[: len(x)]
             )
@@ -96,8 +98,8 @@ class SampleFilterMask:
         return token in self._end_ids
 
 
-def _supports_masks(each: Any) -> bool:
-    return hasattr(each, "can_mask_logits") and bool(each.can_mask_logits())
+def _supports_masks(filter_: Any) -> bool:
+    return hasattr(filter_, "can_mask_logits") and bool(filter_.can_mask_logits())
 
 
 @dataclass
@@ -111,7 +113,7 @@ class _RowSample:
 
 @dataclass(frozen=True)
 class _SampleCall:
-    """What is the same for all rows of one call."""
+    """The arguments of one call that apply to all rows."""
 
     settings: Settings
     vocabulary: SamplerVocabulary
@@ -122,7 +124,7 @@ class _SampleCall:
     def sample_row(
         self, x: Tensor, history: list[int], u: float, index: int, healing_ids: Collection[int] | None
     ) -> _RowSample:
-        """A token for logits (vocab,) that follow a text; `prefix` are the ids that token healing allows."""
+        """Sample from logits (vocab,) after `history`, with the random number `u`; `index` is the row's."""
         state = SamplerState(None, 0, history)
         mus = self.settings.mirostat_mu
         state.mirostat_mu = mus[index] if mus and index < len(mus) else None
@@ -172,7 +174,7 @@ class _SampleCall:
 def _exllamav2_order(
     x: Tensor, p: Tensor, sorted_ids: Tensor, plan: CompiledSettings, num_top: int
 ) -> tuple[Tensor, Tensor]:
-    """The ids of the candidates as the old library walked along them, and how far each step went."""
+    """The candidates in exllamav2's order, and their probabilities."""
     if plan.steps & SORTING_STEPS or 0 < plan.top_k <= MAX_SORTED_TOP_K:
         members = sorted_ids[: int((p > 0).sum())]
         return members, p[members]
@@ -190,12 +192,12 @@ def _exllamav2_order(
 
 
 def _above_thresholds(x: Tensor, p: Tensor, plan: CompiledSettings) -> tuple[Tensor, Tensor]:
-    """`_in_order` after top-a and min-p, with a candidate below the threshold if one was walked past."""
+    """The candidates after top-a and min-p, and perhaps one below (`gather_above_threshold`)."""
     before = batch_params([plan], x.device).unnormalized_probs(x, x.amax(-1, keepdim=True))[0]
     top = 1.0 / float(before.sum())
     threshold = max(plan.params["top_a"] * top, plan.params["min_p"]) * (1.0 - THRESHOLD_TOLERANCE)
     members, extra = gather_above_threshold(before >= threshold)
-    # What else happened to the candidates is a power of their ratios, or (XTC) spared such improbable ones.
+    # Other steps raised the candidates' ratios to a power, or (XTC) do not affect such improbable ones.
     best = before.argmax()
     extra_weight = p[best] * before[extra] ** (1.0 / plan.params["final_temperature"])
     return torch.cat((members, extra)), torch.cat((p[members], extra_weight))
@@ -205,7 +207,7 @@ _vocabulary_cache: WeakKeyDictionary[Any, SamplerVocabulary] = WeakKeyDictionary
 
 
 def vocabulary_of(tokenizer: Any) -> SamplerVocabulary:
-    """What the sampler knows of a tokenizer, kept as long as the tokenizer is."""
+    """A tokenizer's `SamplerVocabulary`, cached for the tokenizer's lifetime."""
     if tokenizer is None:
         return SamplerVocabulary()
     try:
@@ -230,14 +232,14 @@ def sample(
     filter_prefer_eos: bool = False,
     sync: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-    """Pick a token for each row of logits (rows, 1, vocab) that follow sequence_ids (rows, n).
+    """Sample a token for each row of logits (rows, 1, vocab) after sequence_ids (rows, n).
 
-    `random` in [0, 1) selects the first row's token; further rows derive theirs from it. `prefix_token`
-    (rows, 1) restricts each row to tokens that begin with that token's text. With `cfg_scale` two rows come
-    in and one goes out. Returns tokens (rows, 1), top tokens and their probabilities (rows, 1, k), on the
-    meta device if none are requested, the tokens' final probabilities (rows, 1), and whether a filter ended
-    the text; all on the CPU. `mirostat_mu` of the settings is read and written, a number for each row. `sync`
-    is accepted and has no effect.
+    `random` in [0, 1) selects the first row's token; those of further rows are derived from it.
+    `prefix_token` (rows, 1) restricts each row to tokens whose text starts with that token's. `cfg_scale`
+    combines two rows into one. Returns tokens (rows, 1), top tokens and their probabilities (rows, 1, k), on
+    the meta device if none are requested, the tokens' final probabilities (rows, 1), and whether a filter
+    ended the text; everything else is on the CPU. `mirostat_mu` of the settings is read and written, with a
+    number for each row. `sync` has no effect.
     """
     x = _logits_rows(logits, settings, sequence_ids, random, prefix_token)
     _check_stateful_steps(settings)
@@ -273,21 +275,19 @@ def sample(
     )
 
 
-def _stack_top_tokens(picks: list[_RowSample]) -> tuple[Tensor, Tensor]:
-    tops = [
-        (p.top_tokens, p.top_probs) for p in picks if p.top_tokens is not None and p.top_probs is not None
-    ]
-    if not tops:
-        empty = (len(picks), 1, 0)
-        return torch.empty(empty, dtype=torch.long, device="meta"), torch.empty(empty, device="meta")
-    tokens, p = torch.stack([ids for ids, _ in tops]), torch.stack([p for _, p in tops])
-    return tokens, p.float()
+def _stack_top_tokens(samples: list[_RowSample]) -> tuple[Tensor, Tensor]:
+    ids = [sampled.top_tokens for sampled in samples if sampled.top_tokens is not None]
+    probs = [sampled.top_probs for sampled in samples if sampled.top_probs is not None]
+    if not ids:
+        shape = (len(samples), 1, 0)
+        return torch.empty(shape, dtype=torch.long, device="meta"), torch.empty(shape, device="meta")
+    return torch.stack(ids), torch.stack(probs).float()
 
 
 def _logits_rows(
     logits: Tensor, settings: Settings, sequence_ids: Tensor, number: float, prefix_token: Tensor | None
 ) -> Tensor:
-    """The rows of logits (rows, vocab) to pick from, mixed if they are guided."""
+    """The logits (rows, vocab) to sample from; with `cfg_scale`, one row from two."""
     if logits.dim() != 3 or logits.shape[1] != 1:
         raise InputError(
             f"Logits tensor is incorrect shape, must be (bsz, 1, vocab_size): found {tuple(logits.shape)}."
@@ -309,7 +309,7 @@ def _logits_rows(
 
 
 def _check_stateful_steps(settings: Settings) -> None:
-    """Mirostat's target is kept in the settings; what other steps keep is a job's, and there is none here."""
+    """Refuse steps whose state only a job keeps; mirostat's target is in the settings."""
     if others := [step for step in settings.compiled().stateful_steps if step != "mirostat"]:
         raise InputError(
             f"Sampler.sample keeps no state for {others[0]} between tokens: run a job of a generator, or "
@@ -324,15 +324,15 @@ def _check_max_logit(logit: float) -> None:
 
 
 def _seed_from_float(number: float) -> int:
-    """The bits of a float, as a seed for the rows that derive their number from it."""
+    """The bits of a float as a seed, from which further rows derive their random numbers."""
     (bits,) = struct.unpack("<Q", struct.pack("<d", number))
     return int(bits)
 
 
 def partial_quicksort(p: list[float], num_top: int) -> list[int]:
-    """Places of the candidates: the `count` most probable in order, then the rest as quicksort leaves it.
+    """The order of candidates after exllamav2's quicksort: the `num_top` most probable first, then the rest.
 
-    Where the quicksort would take for ever, on what is nearly sorted already, all of them in order.
+    A full sort replaces it where quicksort would be quadratic, on nearly sorted input.
     """
     order = list(range(len(p)))
     ranges = [(0, _move_negligible_to_end(p, order))]
@@ -342,60 +342,59 @@ def partial_quicksort(p: list[float], num_top: int) -> list[int]:
         if low < high and low <= num_top:
             comparisons_left -= high - low
             if comparisons_left < 0:
-                return sorted(range(len(p)), key=lambda place: -p[place])
+                return sorted(range(len(p)), key=lambda i: -p[i])
             middle = _partition(p, order, low, high)
             ranges += ((low, middle - 1), (middle + 1, high))
     return order
 
 
 def gather_above_threshold(above: Tensor) -> tuple[Tensor, Tensor]:
-    """Places of the candidates above a threshold (n,) in order, and of one below it that got in, if one did.
+    """Positions of the candidates above a threshold (n,) in exllamav2's order, and of one below it, if any.
 
-    Each low candidate among the first was swapped with the last high one there was left. Where the two
-    pointers met nothing was compared: if it was at a low candidate, just swapped there or the last of all,
-    that counted, too.
+    A two-pointer loop swapped each low candidate with the last high one behind it. It did not compare where
+    the pointers met: a low candidate there, just swapped or the very last, was included.
     """
     count = int(above.sum())
-    places = torch.arange(count, device=above.device)
+    positions = torch.arange(count, device=above.device)
     low = (~above[:count]).nonzero().squeeze(1)
-    places[low] = above[count:].nonzero().squeeze(1).flip(0) + count
+    positions[low] = above[count:].nonzero().squeeze(1).flip(0) + count
     if count < len(above) and bool(above[count]):
-        return places, low[-1:]
-    return places, torch.full((1 if count == len(above) - 1 else 0,), count, device=above.device)
+        return positions, low[-1:]
+    return positions, torch.full((1 if count == len(above) - 1 else 0,), count, device=above.device)
 
 
 def inverse_cdf(p: Tensor, u: float) -> int:
-    """Where along probabilities (n,) the walk ends for a uniform number; never at one that is 0."""
+    """The position in probabilities (n,) that a uniform number selects; never one with probability 0."""
     nonzero = p.nonzero().squeeze(1)
     sums = p.double().cumsum(0)
-    place = int((sums < TARGET_MASS_FACTOR * u * sums[-1]).sum())
-    return min(max(place, int(nonzero[0])), int(nonzero[-1]))
+    position = int((sums < TARGET_MASS_FACTOR * u * sums[-1]).sum())
+    return min(max(position, int(nonzero[0])), int(nonzero[-1]))
 
 
 def _move_negligible_to_end(p: list[float], order: list[int]) -> int:
-    """Swap negligible candidates to the end; the last place before them."""
-    here, end = 0, len(order) - 1
-    while here <= end:
-        if p[order[here]] < NEGLIGIBLE_PROB:
-            order[here], order[end] = order[end], order[here]
+    """Swap negligible candidates to the end; the last position before them."""
+    i, end = 0, len(order) - 1
+    while i <= end:
+        if p[order[i]] < NEGLIGIBLE_PROB:
+            order[i], order[end] = order[end], order[i]
             end -= 1
         else:
-            here += 1
+            i += 1
     return end
 
 
 def _partition(p: list[float], order: list[int], low: int, high: int) -> int:
-    """Larger than the last before it, the others after it; its new place."""
+    """Lomuto partition in descending order, with the last candidate as pivot; the pivot's new position."""
     pivot, border = p[order[high]], low
-    for here in range(low, high):
-        if p[order[here]] > pivot:
-            order[border], order[here] = order[here], order[border]
+    for i in range(low, high):
+        if p[order[i]] > pivot:
+            order[border], order[i] = order[i], order[border]
             border += 1
     order[border], order[high] = order[high], order[border]
     return border
 
 
 class Sampler(sampling.Sampler):
-    """Chooses tokens for the rows of a batch, or for one call of a script that runs its own loop."""
+    """The sampler of the engine, with exllamav2's `sample` for scripts that run their own loop."""
 
     sample = staticmethod(sample)

@@ -95,7 +95,7 @@ class StreamingGenerator(BaseGenerator):
         self._preloaded_ids: list[list[int]] = []
 
     def set_stop_conditions(self, stop_conditions: Collection[int | str]) -> None:
-        """Set the token ids and strings that end a stream; before the first call, EOS does."""
+        """Set the token ids and strings that end a stream; the default is EOS."""
         tokens, strings = split_stop_conditions(stop_conditions)
         self.stop_tokens, self.stop_strings = set(tokens), set(strings)
 
@@ -304,7 +304,7 @@ class StreamingGenerator(BaseGenerator):
     def _start(self, job: StreamJob) -> None:
         self._engine.clear()
         self._job = None
-        if self.cache.last_writer is not self._runner.runner:  # another caller has written to it
+        if self.cache.last_writer is not self._runner.runner:  # another caller wrote to the cache
             self._engine.page_table.clear_prefix_cache()
             self.cache.last_writer = self._runner.runner
         self._runner.draft = self._select_draft()
