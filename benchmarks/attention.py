@@ -67,9 +67,7 @@ def layer(cache: str, pages: int, kv_heads: int, device: torch.device) -> CacheL
         cache_layer: CacheLayer = DenseLayer(pages, PAGE_SIZE, kv_heads, HEAD, torch.float16, device)
     else:
         quantizer = QUANTIZERS[cache]
-        cache_layer = QuantizedLayer(
-            pages, PAGE_SIZE, LayerShape(kv_heads, HEAD), quantizer, quantizer, device
-        )
+        cache_layer = QuantizedLayer(pages, PAGE_SIZE, LayerShape(kv_heads, HEAD), quantizer, quantizer, device)
     for tensor in cache_layer.tensors:
         if tensor.dtype is torch.uint8:
             tensor.random_(0, 256)
@@ -78,9 +76,7 @@ def layer(cache: str, pages: int, kv_heads: int, device: torch.device) -> CacheL
     return cache_layer
 
 
-def make_step(
-    cache: str, heads: tuple[int, int], rows: int, past: int, tokens: int, layers: int = 32
-) -> Step:
+def make_step(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: int, layers: int = 32) -> Step:
     """Rows of `past` stored tokens in shuffled pages, and new tokens for them."""
     device = torch.device("cuda")
     width = -(-(past + tokens) // PAGE_SIZE)
@@ -91,9 +87,7 @@ def make_step(
     positions = before[:, None] + torch.arange(tokens, device=device)
     pages = torch.randperm(rows * width, device=device).view(rows, width)
     metadata = Batch(positions, positions, before, pages, past + tokens, uniform=True)
-    q, k, v = (
-        torch.randn(rows, tokens, n, HEAD, dtype=torch.float16, device=device) for n in (*heads, heads[1])
-    )
+    q, k, v = (torch.randn(rows, tokens, n, HEAD, dtype=torch.float16, device=device) for n in (*heads, heads[1]))
     return Step(
         (q, k, v),
         [first_layer, *(layer(cache, rows * width, heads[1], device) for _ in range(extra_layers))],
@@ -190,8 +184,7 @@ def compile_ahead(kernels: Kernels) -> None:
     folder = ArtifactCache(FOLDER)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         compiled = [
-            pool.submit(compile_cached, cuda.SOURCE, constants, f"sm_{major}{minor}", folder)
-            for constants in wanted
+            pool.submit(compile_cached, cuda.SOURCE, constants, f"sm_{major}{minor}", folder) for constants in wanted
         ]
         for future in compiled:
             future.result()
@@ -207,8 +200,7 @@ def config_tables(kernels: Kernels, speed: float) -> Iterator[Table]:
         steps = [make_step(cache, heads, n, past, 1) for n, past in sizes]
         times = [layer_microseconds(step, kernels.triton_attention(heads)) for step in steps]
         cells = [
-            f"{took:.1f} ({bandwidth_share(step, took, speed):.0%})"
-            for step, took in zip(steps, times, strict=True)
+            f"{took:.1f} ({bandwidth_share(step, took, speed):.0%})" for step, took in zip(steps, times, strict=True)
         ]
         table.add_row("Triton", "", *cells)
         for plan in split_configs(cache):

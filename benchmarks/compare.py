@@ -96,9 +96,7 @@ def check_rows(probe: Probe, base: Readings, candidate: Readings) -> None:
     if base.keys() == candidate.keys() and base:
         return
     unmatched = sorted(row.name for row in base.keys() ^ candidate.keys())
-    raise CompareError(
-        f"{probe.name}: only one of the two checkouts measures: {'; '.join(unmatched) or 'anything'}."
-    )
+    raise CompareError(f"{probe.name}: only one of the two checkouts measures: {'; '.join(unmatched) or 'anything'}.")
 
 
 class Result:
@@ -201,9 +199,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--json", type=Path, help="write every value to a file, after each round")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of load, serve and sampler; a GPU if any")
     parser.add_argument("--threads", type=int, help="threads of the cpu suite; else torch's own choice")
-    parser.add_argument(
-        "--models", type=Path, help="a folder where model files are kept; else they are temporary"
-    )
+    parser.add_argument("--models", type=Path, help="a folder where model files are kept; else they are temporary")
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT, help=f"seconds for each process; default: {TIMEOUT:g}"
     )
@@ -244,9 +240,7 @@ def compare(args: argparse.Namespace, console: Console) -> bool:
             models = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="exlm-models-")))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Drawn only when something changes: a bar that redraws itself takes time from what is measured.
-        bar = stack.enter_context(
-            Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-        )
+        bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False))
         task = bar.add_task("writing model files", total=None)
         bar.refresh()
         setup = Setup(base, models.expanduser().absolute(), device, args.threads, args.timeout)

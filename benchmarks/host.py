@@ -126,9 +126,7 @@ class FakeRunner:
     def prefill(self, sequence: Any, start: int, stop: int) -> None:
         """Nothing to compute."""
 
-    def decode(
-        self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> Tensor:
+    def decode(self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """The next prepared logits."""
         self._step += 1
         return self._logits[self._step % LOGIT_SETS]
@@ -148,9 +146,7 @@ class PeriodicRunner(FakeRunner):
         self._period = period.repeat(1, 2 + MAX_DRAFT_TOKENS // LOGIT_SETS, 1)
         self.text: list[int] = period.argmax(2)[0].tolist()
 
-    def decode(
-        self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> Tensor:
+    def decode(self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Logits after each input token."""
         start = past[0] % LOGIT_SETS
         return self._period[:, start : start + len(tokens[0])]
@@ -263,9 +259,7 @@ def measure_cases(
     ]
 
 
-def growth_table(
-    title: str, sizes: Sequence[int], found: Sequence[Mapping[str, tuple[float, float]]]
-) -> Table:
+def growth_table(title: str, sizes: Sequence[int], found: Sequence[Mapping[str, tuple[float, float]]]) -> Table:
     """The table of costs at each size, with the largest growth from any size to a larger one."""
     table = Table(title=title)
     for name in ("", *(f"{size:,}" for size in sizes), "units", "growth", "at most", ""):
@@ -308,9 +302,7 @@ def measure_batches(repeats: int) -> tuple[Table, list[dict[str, float]]]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.host", description="The generator's own cost."
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description="The generator's own cost.")
     parser.add_argument("--repeats", type=int, default=61)
     parser.add_argument("--json", type=Path, help="write the numbers of the first table to a file, too")
     parser.add_argument("--batches-only", action="store_true", help="measure the first table only")
@@ -327,14 +319,10 @@ def main() -> None:
     for drafts in (False, True):
         cases = [partial(measure_step_after_context, context, drafts, CASES[0].steps) for context in CONTEXTS]
         title = "n-gram drafting, every guess right" if drafts else "no draft"
-        console.print(
-            growth_table(f"A decode step behind a context, {title}", CONTEXTS, measure_cases(cases, repeats))
-        )
+        console.print(growth_table(f"A decode step behind a context, {title}", CONTEXTS, measure_cases(cases, repeats)))
     waiting = measure_cases([partial(measure_queue, count) for count in QUEUES], -(-repeats // 8))
     console.print(growth_table("For each job, while so many wait", QUEUES, waiting))
-    console.print(
-        f"A unit is a fixed piece of Python: {UNIT * 1e6:.0f} µs on the machine the targets are for."
-    )
+    console.print(f"A unit is a fixed piece of Python: {UNIT * 1e6:.0f} µs on the machine the targets are for.")
 
 
 if __name__ == "__main__":

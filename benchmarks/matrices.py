@@ -75,9 +75,7 @@ def bind_gemm(
     return GemmM16(modules, matrices, normal, act, plan)
 
 
-def layer_chain(
-    modules: ModuleCache, layers: list[list[MmaWeight]], norm: bool, plan: TileConfig, rows: int
-) -> Work:
+def layer_chain(modules: ModuleCache, layers: list[list[MmaWeight]], norm: bool, plan: TileConfig, rows: int) -> Work:
     """Multiply each matrix with the same rows, one after the other."""
     inputs, device = layers[0][0].in_features, modules.device
     x = torch.randn(rows, inputs, device=device).half()
@@ -98,9 +96,7 @@ def compile_ahead(modules: ModuleCache, model: dict[str, list[list[MmaWeight]]],
     device = target(*torch.cuda.get_device_capability(modules.device))
     needed = set()
     for name, layers in model.items():
-        normal = (
-            RmsNorm(torch.ones(SHAPES[name][0], device=modules.device), 1e-5) if SHAPES[name][2] else None
-        )
+        normal = RmsNorm(torch.ones(SHAPES[name][0], device=modules.device), 1e-5) if SHAPES[name][2] else None
         for number, plan in ((count, plan) for count in rows for plan in tile_configs(count)):
             source = gemm_m64.SOURCE if isinstance(plan, TileConfigM64) else gemm.SOURCE
             product = bind_gemm(modules, layers[0], normal, plan)
@@ -127,9 +123,7 @@ def main() -> None:
     }
     compile_ahead(modules, model, chosen.rows)
     title = f"{stored}; a copy moves {roof / 1e12:.2f} TB/s"
-    table = Table(
-        "matrix", "rows", "us", "TB/s", "% of copy", "tiles, warps, stages (, resident)", title=title
-    )
+    table = Table("matrix", "rows", "us", "TB/s", "% of copy", "tiles, warps, stages (, resident)", title=title)
     for rows in chosen.rows:
         total = 0.0
         for name, layers in model.items():

@@ -57,9 +57,7 @@ def main() -> None:
         target = Path(scratch) / "model"
         timer(0, 0, "making the source")
         start = time.perf_counter()
-        quality = quantize_model(
-            source, target, args.bits, rows=args.rows, device=args.device, progress=timer
-        )
+        quality = quantize_model(source, target, args.bits, rows=args.rows, device=args.device, progress=timer)
         seconds = time.perf_counter() - start
         timer(0, 0, "judging the result")
         wrong = validate_exl2(target)

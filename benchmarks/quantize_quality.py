@@ -29,9 +29,7 @@ def main() -> None:
     parser.add_argument("--fixtures", type=Path, default=Path(__file__).parents[2] / "shared" / "fixtures")
     args = parser.parse_args()
     source, reference = args.fixtures / "tiny-lm", args.fixtures / "reference"
-    reference_ppl = {
-        one["name"]: one["ppl"] for one in json.loads((reference / "perplexity.json").read_text())
-    }
+    reference_ppl = {one["name"]: one["ppl"] for one in json.loads((reference / "perplexity.json").read_text())}
     ids = load_file(reference / "heldout_ids.safetensors").popitem()[1].flatten()[:4096].view(8, 512).long()
     worse = False
     print("asked  bits    perplexity  reference  KL        top-1   seconds")

@@ -104,8 +104,7 @@ class Steps:
     def __init__(self, name: str, batch: int, vocabulary: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
         self.logits = [
-            (torch.randn(batch, vocabulary, generator=generator) * SPREAD).to(device)
-            for _ in range(LOGIT_SETS)
+            (torch.randn(batch, vocabulary, generator=generator) * SPREAD).to(device) for _ in range(LOGIT_SETS)
         ]
         self.rows = make_rows(name, batch, vocabulary)
         self.sampler = Sampler(vocab_size=vocabulary)
@@ -214,23 +213,17 @@ def show(console: Console, cells: list[Cell]) -> None:
                 ratio = cell.device / cell.unit_device
                 busy = (f"{cell.device:.0f}", f"{cell.unit_device:.0f}", f"{ratio:.2f}")
             shape = (cell.settings, str(cell.batch), str(cell.vocabulary))
-            table.add_row(
-                *shape, f"{cell.step:.0f}", f"{cell.unit:.0f}", f"{cell.step / cell.unit:.2f}", *busy
-            )
+            table.add_row(*shape, f"{cell.step:.0f}", f"{cell.unit:.0f}", f"{cell.step / cell.unit:.2f}", *busy)
         console.print(table)
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampler", description="The sampler's speed.")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: the CPU, and a GPU if there is one"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the CPU, and a GPU if there is one")
     parser.add_argument("--host", action="store_true", help="measure only the host time of GPU steps")
     parser.add_argument("--json", type=Path, help="write the numbers to a file, too")
-    parser.add_argument(
-        "--only", nargs="*", default=list(SETTINGS), metavar="settings", choices=list(SETTINGS)
-    )
+    parser.add_argument("--only", nargs="*", default=list(SETTINGS), metavar="settings", choices=list(SETTINGS))
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
     parser.add_argument("--vocabularies", nargs="*", type=int, default=list(VOCABULARIES))
     parser.add_argument("--threads", type=int, default=2, help="torch's threads on the CPU (default: 2)")

@@ -229,9 +229,7 @@ def outcome_table(columns: dict[str, Outcome]) -> str:
     lines = ["".join(["".ljust(26), *(name.rjust(14) for name in columns)])]
     for one in fields(Outcome):
         name = f"{one.name.replace('_', ' ')}, {units.get(one.name, 's')}"
-        lines.append(
-            "".join([name.ljust(26), *(f"{getattr(made, one.name):14.3f}" for made in columns.values())])
-        )
+        lines.append("".join([name.ljust(26), *(f"{getattr(made, one.name):14.3f}" for made in columns.values())]))
     return "\n".join(lines)
 
 
@@ -242,9 +240,7 @@ def options_of(kind: type[T], given: Mapping[str, Any]) -> T:
 
 def main() -> None:
     """Simulate what the options say, and print the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for one in (*fields(Traffic), *fields(Speed), *fields(Fleet)):
         if one.name != "aware":
             parser.add_argument(f"--{one.name}", type=type(one.default), default=one.default)

@@ -163,9 +163,7 @@ def make_venv() -> None:
     UNFINISHED.touch()
     say(f"Python {sys.version.split()[0]} from {sys.executable}")
     if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode != 0:
-        raise failure(
-            "no virtual environment could be made; on Debian and Ubuntu try: apt install python3-venv"
-        )
+        raise failure("no virtual environment could be made; on Debian and Ubuntu try: apt install python3-venv")
     folders = package_folders() if torch else []
     if folders:  # .pth files are read last, so that packages in .venv take precedence
         (own_packages() / "zz-active-environment.pth").write_text("\n".join(folders) + "\n")
@@ -208,9 +206,7 @@ def install(level: str) -> None:
     if code >= 0:  # only a pip that was killed leaves half-installed packages
         UNFINISHED.unlink()
     if code != 0:
-        raise failure(
-            "pip could not install what is needed; it says why above. To try again, repeat the command"
-        )
+        raise failure("pip could not install what is needed; it says why above. To try again, repeat the command")
     stamp(level).write_text(digest())
     say(f".venv is ready ({level})")
 

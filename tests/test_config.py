@@ -280,13 +280,9 @@ def test_an_id_beyond_any_vocabulary_is_refused(tmp_path: Path, key: str, value:
         Config(make_folder(tmp_path, {"eos_token_id": value}))
 
 
-@pytest.mark.parametrize(
-    "key", ["hidden_act", "hidden_size", "rope_scaling", "architectures", "eos_token_id"]
-)
+@pytest.mark.parametrize("key", ["hidden_act", "hidden_size", "rope_scaling", "architectures", "eos_token_id"])
 @pytest.mark.parametrize("pair", ["[]", "{}"])
-def test_values_nested_as_deep_as_json_goes_are_refused_in_few_words(
-    tmp_path: Path, key: str, pair: str
-) -> None:
+def test_values_nested_as_deep_as_json_goes_are_refused_in_few_words(tmp_path: Path, key: str, pair: str) -> None:
     opener = '{"a":' if pair == "{}" else "["
     longest = 0
     limit, told = sys.getrecursionlimit(), json.dumps({**LLAMA, key: "@"})

@@ -90,8 +90,7 @@ PECULIAR: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # architecture, 
     (
         "Qwen3MoeForCausalLM",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16},
-        {"num_experts": 4, "num_experts_per_token": 2, "intermediate_size": 16, "head_dim": 16}
-        | {"use_qk_norm": True},
+        {"num_experts": 4, "num_experts_per_token": 2, "intermediate_size": 16, "head_dim": 16} | {"use_qk_norm": True},
     ),
     (
         "Gemma2ForCausalLM",
@@ -204,9 +203,7 @@ ARCHITECTURES = [  # config.json, and what of `config.arch.lm` differs from Llam
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "peculiar"), ARCHITECTURES, ids=lambda one: str(one.get("architectures"))
-)
+@pytest.mark.parametrize(("changes", "peculiar"), ARCHITECTURES, ids=lambda one: str(one.get("architectures")))
 def test_the_architecture(tmp_path: Path, changes: dict[str, Any], peculiar: dict[str, Any]) -> None:
     arch = described(tmp_path, **changes).arch
     llama = {

@@ -83,9 +83,7 @@ def test_no_cpuinfo_file_means_no_amx(tmp_path: Path) -> None:
 def test_bfloat16_matmul_works_on_this_machine_with_the_cap() -> None:
     code = "from exlm.env import cap_onednn_isa; cap_onednn_isa(); import torch\n"
     code += "x = torch.ones(64, 64, dtype=torch.bfloat16); print(int((x @ x)[0, 0]))"
-    environment = {name: value for name, value in os.environ.items() if name != ISA} | {
-        "PYTHONPATH": str(SRC)
-    }
+    environment = {name: value for name, value in os.environ.items() if name != ISA} | {"PYTHONPATH": str(SRC)}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout.strip()) == (0, "64"), ran.stderr
 
@@ -102,9 +100,7 @@ def test_bfloat16_matmul_works_on_this_machine_with_the_cap() -> None:
         (None, "not/absolute", "/home/me/.cache/exlm"),
     ],
 )
-def test_cache_folder(
-    own: str | None, shared: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_folder(own: str | None, shared: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     for name, value in (("EXLM_CACHE", own), ("XDG_CACHE_HOME", shared)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)

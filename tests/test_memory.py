@@ -36,9 +36,7 @@ MEAN_SOMETHING_ELSE: list[BaseException] = [
 @pytest.mark.parametrize("error", MEAN_IT, ids=repr)
 def test_errors_for_too_little_memory_become_does_not_fit(error: Exception) -> None:
     assert ran_out(error)
-    with pytest.raises(
-        DoesNotFit, match=r"^/m: it failed: there is too little memory \(.+\)\. Free"
-    ) as raised:
+    with pytest.raises(DoesNotFit, match=r"^/m: it failed: there is too little memory \(.+\)\. Free") as raised:
         _raising(error, lambda: "/m: it failed")
     assert raised.value.__cause__ is error
     assert isinstance(raised.value, InputError)

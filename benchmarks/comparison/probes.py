@@ -136,9 +136,7 @@ def read_bench(file: Path, name: str, prompt_bound: float, decode_bound: float) 
     found: Readings = {}
     for one in _json(file)["rows"]:
         if one["rate"] is None:
-            raise CompareError(
-                f"{name}: {one['work']} of {one['batch']} x {one['context']} does not fit in memory."
-            )
+            raise CompareError(f"{name}: {one['work']} of {one['batch']} x {one['context']} does not fit in memory.")
         if one["work"] == "prompt":
             row = Row(f"{name}, prompt of {one['context']}", "tok/s", "higher", prompt_bound)
         else:
@@ -209,9 +207,7 @@ def _sampler(setup: Setup) -> list[Probe]:
         Probe(
             "sampler",
             f"sampler, {setup.device}",
-            lambda checkout, out: [
-                *(sys.executable, "-m", "benchmarks.sampler", *options, "--json", str(out))
-            ],
+            lambda checkout, out: [*(sys.executable, "-m", "benchmarks.sampler", *options, "--json", str(out))],
             lambda file: read_sampler(file, setup.device),
         )
     ]

@@ -29,9 +29,7 @@ def main(model: str, device: str, file: Path) -> None:
     """Start the server, measure, stop it."""
     port = _free_port()
     command = [sys.executable, "-m", "exlm", "serve", model, "--name", "chat", "--device", device]
-    server = subprocess.Popen(
-        [*command, "--host", HOST, "--port", str(port), "--quiet"], stdin=subprocess.DEVNULL
-    )
+    server = subprocess.Popen([*command, "--host", HOST, "--port", str(port), "--quiet"], stdin=subprocess.DEVNULL)
     try:
         _wait(server, port)
         found: list[dict[str, Any]] = []

@@ -201,11 +201,7 @@ def defined(scope: ast.AST, name: str) -> list[ast.AST]:
         return found
     if isinstance(scope, ast.ClassDef):
         for node in ast.walk(scope):
-            if (
-                not isinstance(node, ast.Attribute)
-                or node.attr != name
-                or not isinstance(node.ctx, ast.Store)
-            ):
+            if not isinstance(node, ast.Attribute) or node.attr != name or not isinstance(node.ctx, ast.Store):
                 continue
             if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                 return [node]
@@ -296,12 +292,8 @@ class LanguageServer:
                 return
             message = json.loads(stream.read(length))
             if "method" in message and "id" in message:
-                items = (
-                    message.get("params", {}).get("items", ()) if "configuration" in message["method"] else ()
-                )
-                self._send(
-                    {"id": message["id"], "result": [SETTINGS.get(i.get("section")) for i in items] or None}
-                )
+                items = message.get("params", {}).get("items", ()) if "configuration" in message["method"] else ()
+                self._send({"id": message["id"], "result": [SETTINGS.get(i.get("section")) for i in items] or None})
             elif "id" in message:
                 with self._arrived:
                     self._answers[message["id"]] = message
@@ -555,17 +547,9 @@ def by_spelling(symbol: Symbol, count: int, index: Index) -> list[Place] | None:
 
 def only_in_class(tree: ast.Module, path: tuple[str, ...], name: str) -> bool:
     """Whether everything that defines a name in a file is a member of that class."""
-    inside = {
-        id(node)
-        for scope in scopes(tree, path)
-        if isinstance(scope, ast.ClassDef)
-        for node in ast.walk(scope)
-    }
+    inside = {id(node) for scope in scopes(tree, path) if isinstance(scope, ast.ClassDef) for node in ast.walk(scope)}
     members = {
-        id(node)
-        for scope in scopes(tree, path)
-        if isinstance(scope, ast.ClassDef)
-        for node in statements(scope)
+        id(node) for scope in scopes(tree, path) if isinstance(scope, ast.ClassDef) for node in statements(scope)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
@@ -832,11 +816,7 @@ def statement(
     made = []
     for source, names in groups.items():
         said = relative(here, is_package, source) if node.level else source
-        made.append(
-            f"from {said} import {names[0]}"
-            if len(names) == 1
-            else f"from {said} import ({', '.join(names)})"
-        )
+        made.append(f"from {said} import {names[0]}" if len(names) == 1 else f"from {said} import ({', '.join(names)})")
     return f"\n{' ' * node.col_offset}".join(made)
 
 
@@ -860,14 +840,10 @@ def leftovers(symbols: list[Symbol]) -> list[str]:
 
 def main() -> None:
     """Read maps, check them, apply them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("maps", nargs="+", type=Path)
     parser.add_argument("--check", action="store_true", help="only say which entries name nothing")
-    parser.add_argument(
-        "--server", default=shutil.which("basedpyright-langserver") or "basedpyright-langserver"
-    )
+    parser.add_argument("--server", default=shutil.which("basedpyright-langserver") or "basedpyright-langserver")
     options = parser.parse_args()
     symbols: list[Symbol] = []
     moves: list[Move] = []

@@ -96,9 +96,7 @@ def problems(file: Path, text: str, words: Words) -> list[str]:
 
 def main() -> None:
     """Read the table, check it, apply it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path)
     parser.add_argument("--check", action="store_true", help="only say what is wrong with the table")
     options = parser.parse_args()

@@ -90,9 +90,7 @@ def scope_span(text: str, name: str) -> list[tuple[int, int]]:
         spans.append(found.span())
     for found in re.finditer(rf"\b{name}\b", text):
         at, depth = found.end(), 0
-        while at < len(text) and (
-            depth or text[at] not in ";{,)=.+-*/"
-        ):  # up to the body: arguments are in ()
+        while at < len(text) and (depth or text[at] not in ";{,)=.+-*/"):  # up to the body: arguments are in ()
             depth += (text[at] in "(<") - (text[at] in ")>")
             at += 1
         if at < len(text) and text[at] == "{":
@@ -148,9 +146,7 @@ def names_in(text: str, file: Path) -> set[str]:
 
 def main() -> None:
     """Read, check, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", type=Path)
     parser.add_argument("--check", action="store_true", help="only report what is wrong")
     options = parser.parse_args()

@@ -120,8 +120,7 @@ MODULES: dict[str, str] = {
     "server.websocket_actions": "dispatch",
     "stloader": "STFile cleanup_stfiles",
     "tensor_p": "BROADCAST_ID BROADCAST_KV BROADCAST_Q BROADCAST_RS BROADCAST_VC TPContext",
-    "tokenizer": "ExLlamaV2Tokenizer ExLlamaV2TokenizerBase ExLlamaV2TokenizerHF ExLlamaV2TokenizerSPM "
-    "__version__",
+    "tokenizer": "ExLlamaV2Tokenizer ExLlamaV2TokenizerBase ExLlamaV2TokenizerHF ExLlamaV2TokenizerSPM __version__",
     "tokenizer.base": "ExLlamaV2TokenizerBase",
     "tokenizer.hf": "ExLlamaV2TokenizerHF",
     "tokenizer.spm": "ExLlamaV2TokenizerSPM",

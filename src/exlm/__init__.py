@@ -38,41 +38,16 @@ if TYPE_CHECKING:
         Unsupported,
         WorkerLost,
     )
-    from .generator import (
-        AsyncGenerator,
-        AsyncJob,
-        Generator,
-        Job,
-        PrefillResult,
-        StartedResult,
-        StreamingResult,
-    )
+    from .generator import AsyncGenerator, AsyncJob, Generator, Job, PrefillResult, StartedResult, StreamingResult
     from .hub import find_model
     from .kvcache import CACHES, Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8
     from .legacy.sampler_order import Sampler
-    from .llm import (
-        LLM,
-        Completion,
-        Stream,
-    )
+    from .llm import LLM, Completion, Stream
     from .lora import Lora
-    from .model import (
-        MatrixSummary,
-        Model,
-        Summary,
-    )
+    from .model import MatrixSummary, Model, Summary
     from .multimodal import EMBEDDING_INDEX, MMEmbedding
-    from .quantize import (
-        Quality,
-        evaluate_model,
-        quantize_model,
-        validate_exl2,
-        write_report,
-    )
-    from .sampling import (
-        PostSamplingResult,
-        Settings,
-    )
+    from .quantize import Quality, evaluate_model, quantize_model, validate_exl2, write_report
+    from .sampling import PostSamplingResult, Settings
     from .tokenizer import Tokenizer
 
 # The same names as above, by submodule; tests/contract/test_public_names.py compares the two.
@@ -105,14 +80,7 @@ _EXPORTS = {
         "Unsupported",
         "WorkerLost",
     ),
-    "constrained": (
-        "Filter",
-        "GrammarFilter",
-        "JsonSchemaFilter",
-        "PrefixFilter",
-        "RegexFilter",
-        "SelectFilter",
-    ),
+    "constrained": ("Filter", "GrammarFilter", "JsonSchemaFilter", "PrefixFilter", "RegexFilter", "SelectFilter"),
     "generator": (
         "AsyncGenerator",
         "AsyncJob",

@@ -146,13 +146,9 @@ class Config(ConfigAttributes):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"config.{name} must be a whole number of at least 1, found {value!r}.")
         if self.max_output_len is not None and self.max_output_len < 1:
-            raise InputError(
-                f"config.max_output_len must be at least 1, or None; found {self.max_output_len!r}."
-            )
+            raise InputError(f"config.max_output_len must be at least 1, or None; found {self.max_output_len!r}.")
         if self.load_in_q4:
-            raise InputError(
-                "config.load_in_q4 is not supported: quantise the model to a real 4-bit format instead."
-            )
+            raise InputError("config.load_in_q4 is not supported: quantise the model to a real 4-bit format instead.")
         overrides = Overrides(
             max_seq_len=self.max_seq_len,
             scale_pos_emb=self.scale_pos_emb or 1.0,  # old programs say None, or 0, for no scaling
@@ -172,9 +168,7 @@ class Config(ConfigAttributes):
             max_input_len=self.max_input_len,
             max_output_len=self.max_output_len,
             max_attention_size=self.max_attention_size,
-            device=None
-            if self.device is None
-            else str(self.device),  # a torch.device or torch.dtype is accepted
+            device=None if self.device is None else str(self.device),  # a torch.device or torch.dtype is accepted
             dtype=None if self.dtype is None else str(self.dtype),
             stored_dtype=None if is_quantized else self.stored_dtype,  # packed weights are float16
             quantization=quantization,
@@ -194,9 +188,7 @@ class Config(ConfigAttributes):
     def spec(self) -> spec.Model:
         """The model that config.json describes, without the user's options."""
         if self._spec is None:
-            raise ConfigError(
-                "No model has been read: give Config a folder, or set model_dir and call prepare()."
-            )
+            raise ConfigError("No model has been read: give Config a folder, or set model_dir and call prepare().")
         return self._spec
 
     @property
@@ -235,9 +227,7 @@ class Config(ConfigAttributes):
     def eos_token_ids(self) -> list[int]:
         """Every EOS id: config.json's first, then generation_config.json's."""
         return list(
-            dict.fromkeys(
-                [*self._token_ids("eos_token_id"), *_id_list(self._generation_json.get("eos_token_id"))]
-            )
+            dict.fromkeys([*self._token_ids("eos_token_id"), *_id_list(self._generation_json.get("eos_token_id"))])
         )
 
     @property
@@ -279,10 +269,7 @@ class Config(ConfigAttributes):
     def _read_quantization(self) -> QuantizationConfig | None:
         """The GPTQ or AWQ configuration in config.json, or in the file that older versions wrote for it."""
         folder = self._resolve_path()
-        raw, source = (
-            self._config_json.get("quantization_config"),
-            f"{folder / 'config.json'}: quantization_config",
-        )
+        raw, source = (self._config_json.get("quantization_config"), f"{folder / 'config.json'}: quantization_config")
         gptq, awq = folder / "quantize_config.json", folder / "quant_config.json"
         if raw is None and gptq.is_file():
             raw, source = read_json(gptq), str(gptq)
@@ -322,9 +309,7 @@ def _model_path(path: Path) -> Path:
 
 def _single_gguf(folder: Path) -> Path:
     """The GGUF model in a folder without config.json; of a split one, its first file."""
-    found = sorted(
-        p for p in folder.glob("*.gguf") if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", p.name)
-    )
+    found = sorted(p for p in folder.glob("*.gguf") if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", p.name))
     if len(found) == 1:
         return found[0]
     if found:

@@ -18,9 +18,7 @@ AmxSupport = Literal["none", "whole", "half"]
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-REMOVED_VARIABLES = {
-    "EXLM_STAGING": "copying weights through pinned buffers did not make loading faster.",
-}
+REMOVED_VARIABLES = {"EXLM_STAGING": "copying weights through pinned buffers did not make loading faster."}
 """Variables of earlier versions, each with the reason why it was removed."""
 
 _ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
@@ -62,9 +60,7 @@ def log_level() -> str:
     """EXLM_LOG_LEVEL, one of LOG_LEVELS in any case; WARNING if unset."""
     level = os.environ.get("EXLM_LOG_LEVEL") or "WARNING"
     if level.upper() not in LOG_LEVELS:
-        raise InputError(
-            f"EXLM_LOG_LEVEL is {level!r}; set it to one of {', '.join(LOG_LEVELS)}, or unset it."
-        )
+        raise InputError(f"EXLM_LOG_LEVEL is {level!r}; set it to one of {', '.join(LOG_LEVELS)}, or unset it.")
     return level.upper()
 
 

@@ -139,9 +139,7 @@ def shown(value: object) -> str:
     return said if len(said) <= 80 else said[:77] + "..."
 
 
-def report_unknown_attribute(
-    what: str, name: str, known: Collection[str], ignored: Collection[str] = ()
-) -> None:
+def report_unknown_attribute(what: str, name: str, known: Collection[str], ignored: Collection[str] = ()) -> None:
     """Report an assigned attribute that nothing reads, at the line that assigns it.
 
     A name similar to a known one is a misspelling: AttributeError. Any other name, and those of `ignored`, is

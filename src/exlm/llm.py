@@ -294,9 +294,7 @@ class LLM:
             name: [per_prompt[name]] if single else one_per_prompt(per_prompt[name], len(texts), name)
             for name in per_prompt
         }
-        embeddings = [
-            _wrapped_embeddings(self.model, *pair) for pair in zip(texts, lists["embeddings"], strict=True)
-        ]
+        embeddings = [_wrapped_embeddings(self.model, *pair) for pair in zip(texts, lists["embeddings"], strict=True)]
         compiled, stop = self._make_filters(json_schema, regex, grammar), materialize(stop)
         common = {name: materialize(value) for name, value in job_arguments.items()}
         jobs = [
@@ -334,9 +332,7 @@ class LLM:
         are found in the prefix cache, so that only the new turn is computed. `template` holds variables for
         the chat template, such as `tools` or `enable_thinking`; the rest is as in `generate`.
         """
-        filters = _combined_filters(
-            job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar)
-        )
+        filters = _combined_filters(job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar))
         ids, template_stops = self._encode_chat(messages, template, job_arguments)
         job = self._make_job(
             ids, max_new_tokens, settings, [*template_stops, *_stop_list(stop)], seed, filters, job_arguments
@@ -363,9 +359,7 @@ class LLM:
 
         Nothing runs before the first piece is requested; a request that does not fit raises then.
         """
-        filters = _combined_filters(
-            job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar)
-        )
+        filters = _combined_filters(job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar))
         if isinstance(prompt, str | tuple):
             embeddings = _wrapped_embeddings(self.model, prompt, job_arguments.get("embeddings"))
             job_arguments["embeddings"] = embeddings
@@ -417,16 +411,12 @@ class LLM:
             names = ", ".join(self.tokenizer.chat_templates.names)
             raise InputError(f"No chat template is called {name!r}: give its source, or one of {names}.")
         if tools and "tools" not in chat_template.source:
-            raise InputError(
-                f"{chat_template.origin} has no place for tools: tell of them in a system message."
-            )
+            raise InputError(f"{chat_template.origin} has no place for tools: tell of them in a system message.")
         text = self.tokenizer.apply_chat_template(_normalized_messages(messages), **template)
         embeddings = job_arguments["embeddings"] = _wrapped_embeddings(
             self.model, text, job_arguments.get("embeddings")
         )
-        template_stops = (
-            chat_template.format.stop_conditions(self.tokenizer.single_id) if chat_template.format else []
-        )
+        template_stops = chat_template.format.stop_conditions(self.tokenizer.single_id) if chat_template.format else []
         return [_encode_chat(self.tokenizer, text, chat_template.format, embeddings)], template_stops
 
     def _make_filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:
@@ -474,11 +464,7 @@ class LLM:
 
 
 def _make_config(
-    model: str | Path | Config | None,
-    max_seq_len: int | None,
-    device: str | None,
-    dtype: str | None,
-    progress: bool,
+    model: str | Path | Config | None, max_seq_len: int | None, device: str | None, dtype: str | None, progress: bool
 ) -> Config:
     config = model if isinstance(model, Config) else Config(find_model(model, progress=progress))
     config.device, config.dtype = device or config.device, dtype or config.dtype
@@ -490,9 +476,7 @@ def _make_config(
     return config
 
 
-def _load_model(
-    config: Config, cache_class: type[CacheBase], tokens: int, progress: bool
-) -> tuple[Model, CacheBase]:
+def _load_model(config: Config, cache_class: type[CacheBase], tokens: int, progress: bool) -> tuple[Model, CacheBase]:
     model = Model(config)
     cache = cache_class(model, max_seq_len=tokens, lazy=True)
     model.load_autosplit(cache, progress=progress)
@@ -517,9 +501,7 @@ def _stop_list(given: Any) -> list[Any]:
     return [*given] if is_collection else [] if given is None else [given]
 
 
-def _encode_chat(
-    tokenizer: Tokenizer, text: str, chat_format: PromptFormat | None, embeddings: Any
-) -> Tensor:
+def _encode_chat(tokenizer: Tokenizer, text: str, chat_format: PromptFormat | None, embeddings: Any) -> Tensor:
     """The ids of a rendered conversation; a named prompt format also says how its text is encoded."""
     special = chat_format is None or chat_format.encode_special_tokens
     ids = tokenizer.encode(text, encode_special_tokens=special, embeddings=embeddings)
@@ -536,9 +518,7 @@ def _normalized_messages(messages: Any) -> Any:
     if not isinstance(messages, list | tuple):
         return messages  # rendering raises the error
     return [
-        {**message, "content": ""}
-        if isinstance(message, Mapping) and message.get("content", "") is None
-        else message
+        {**message, "content": ""} if isinstance(message, Mapping) and message.get("content", "") is None else message
         for message in messages
     ]
 

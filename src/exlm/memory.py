@@ -86,6 +86,5 @@ def require_address_space(size: int, what: str) -> None:
     """DoesNotFit unless this process may map `size` more bytes; `what` is the beginning of the message."""
     if not has_address_space(size):
         raise DoesNotFit(
-            f"{what}: this needs {size / MB:,.0f} MB of address space, more than the process may still have. "
-            f"{REMEDY}"
+            f"{what}: this needs {size / MB:,.0f} MB of address space, more than the process may still have. {REMEDY}"
         )

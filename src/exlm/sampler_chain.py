@@ -207,21 +207,11 @@ STEPS: tuple[SamplingStep, ...] = (
         "logits",
         (
             StepSetting(
-                "dry_multiplier",
-                neutral=0,
-                bounds=Bounds(0),
-                api=UP_TO_100,
-                web=WebInput("DRY multiplier", "0 is off"),
+                "dry_multiplier", neutral=0, bounds=Bounds(0), api=UP_TO_100, web=WebInput("DRY multiplier", "0 is off")
             ),
+            StepSetting("dry_base", bounds=POSITIVE, api=UP_TO_100, web=WebInput("DRY base", "grows with the length")),
             StepSetting(
-                "dry_base", bounds=POSITIVE, api=UP_TO_100, web=WebInput("DRY base", "grows with the length")
-            ),
-            StepSetting(
-                "dry_allowed_length",
-                int,
-                bounds=Bounds(0),
-                api=COUNT,
-                web=WebInput("DRY allowed length", "in tokens"),
+                "dry_allowed_length", int, bounds=Bounds(0), api=COUNT, web=WebInput("DRY allowed length", "in tokens")
             ),
             StepSetting("dry_range", int, bounds=Bounds(0), api=COUNT),
             StepSetting("dry_max_ngram", int, bounds=Bounds(1), api=Bounds(1, 1024)),
@@ -263,11 +253,7 @@ STEPS: tuple[SamplingStep, ...] = (
             ),
             StepSetting("temperature_last", bool),
             StepSetting(
-                "smoothing_factor",
-                neutral=0,
-                bounds=Bounds(0),
-                api=UP_TO_100,
-                web=WebInput("Smoothing", "0 is none"),
+                "smoothing_factor", neutral=0, bounds=Bounds(0), api=UP_TO_100, web=WebInput("Smoothing", "0 is none")
             ),
         ),
         lambda values: True,
@@ -293,11 +279,7 @@ STEPS: tuple[SamplingStep, ...] = (
     SamplingStep(
         "top_p",
         "candidates",
-        (
-            StepSetting(
-                "top_p", neutral=1, api=FRACTION, web=WebInput("Top P", "1 cuts nothing off", folded=False)
-            ),
-        ),
+        (StepSetting("top_p", neutral=1, api=FRACTION, web=WebInput("Top P", "1 cuts nothing off", folded=False)),),
         _between_0_and_1("top_p"),
         (_from_setting("top_p", 2.0),),  # more than any sum of probabilities
         in_kernels=True,
@@ -305,15 +287,7 @@ STEPS: tuple[SamplingStep, ...] = (
     SamplingStep(
         "top_a",
         "candidates",
-        (
-            StepSetting(
-                "top_a",
-                neutral=0,
-                bounds=Bounds(0),
-                api=FRACTION,
-                web=WebInput("Top A", "0 cuts nothing off"),
-            ),
-        ),
+        (StepSetting("top_a", neutral=0, bounds=Bounds(0), api=FRACTION, web=WebInput("Top A", "0 cuts nothing off")),),
         lambda values: values["top_a"] > 0,
         (_from_setting("top_a", 0.0),),
         in_kernels=True,
@@ -321,11 +295,7 @@ STEPS: tuple[SamplingStep, ...] = (
     SamplingStep(
         "min_p",
         "candidates",
-        (
-            StepSetting(
-                "min_p", neutral=0, api=FRACTION, web=WebInput("Min P", "0 cuts nothing off", folded=False)
-            ),
-        ),
+        (StepSetting("min_p", neutral=0, api=FRACTION, web=WebInput("Min P", "0 cuts nothing off", folded=False)),),
         _between_0_and_1("min_p"),
         (_from_setting("min_p", 0.0),),
         in_kernels=True,
@@ -341,11 +311,7 @@ STEPS: tuple[SamplingStep, ...] = (
     SamplingStep(
         "typical",
         "candidates",
-        (
-            StepSetting(
-                "typical", neutral=0, api=FRACTION, web=WebInput("Typical", "0 or 1 cuts nothing off")
-            ),
-        ),
+        (StepSetting("typical", neutral=0, api=FRACTION, web=WebInput("Typical", "0 or 1 cuts nothing off")),),
         _between_0_and_1("typical"),
         (_from_setting("typical", 1.0),),
         in_kernels=True,
@@ -388,17 +354,10 @@ STEPS: tuple[SamplingStep, ...] = (
         "candidates",
         (
             StepSetting(
-                "xtc_probability",
-                neutral=0,
-                bounds=FRACTION,
-                api=FRACTION,
-                web=WebInput("XTC probability", "0 is off"),
+                "xtc_probability", neutral=0, bounds=FRACTION, api=FRACTION, web=WebInput("XTC probability", "0 is off")
             ),
             StepSetting(
-                "xtc_threshold",
-                bounds=FRACTION,
-                api=FRACTION,
-                web=WebInput("XTC threshold", "what counts as likely"),
+                "xtc_threshold", bounds=FRACTION, api=FRACTION, web=WebInput("XTC threshold", "what counts as likely")
             ),
             StepSetting("xtc_ignore_tokens", frozenset, optional=True),
         ),

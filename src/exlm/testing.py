@@ -71,9 +71,7 @@ class ScriptedRunner:
         self.copied_row_counts: list[int] = []
         self.decode_batch_sizes: list[int] = []
         self._rows: list[list[int]] = [[-1] * page_size for _ in range(num_pages)]
-        self._prefixes: list[
-            tuple[int, int | bytes]
-        ] = []  # by prefix number: the shorter prefix's number, the last id
+        self._prefixes: list[tuple[int, int | bytes]] = []  # by prefix number: the shorter prefix's number, the last id
         self._prefix_numbers: dict[tuple[int, int | bytes], int] = {}
 
     def copy_pages(self, copies: Iterable[tuple[int, int, int]]) -> None:

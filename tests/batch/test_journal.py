@@ -70,9 +70,7 @@ def test_truncated_at_every_byte_it_keeps_the_whole_records(tmp_path: Path) -> N
 
 @given(st.data())
 @settings(max_examples=100)
-def test_every_changed_byte_is_detected(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_every_changed_byte_is_detected(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("changed") / "journal"
     answers = data.draw(
         st.dictionaries(
@@ -158,9 +156,7 @@ def test_a_journal_removed_meanwhile_is_not_reused(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("room", range(0, 24, 5))
-def test_a_full_disk_loses_only_the_last_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
+def test_a_full_disk_loses_only_the_last_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     path = tmp_path / "journal"
     real, left = os.write, [room]
 

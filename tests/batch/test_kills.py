@@ -33,8 +33,7 @@ def rows(tokens: int = 4) -> list[dict[str, Any]]:
         ("/v1/completions", {"prompt": "Nothing", "max_tokens": 0}),
     ]
     return [
-        {"custom_id": f"row-{i}", "method": "POST", "url": url, "body": body}
-        for i, (url, body) in enumerate(bodies)
+        {"custom_id": f"row-{i}", "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(bodies)
     ]
 
 
@@ -127,9 +126,7 @@ def test_an_interrupted_command(fixtures_dir: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "exlm.cli", "batch", str(source), str(target), "--device", "cpu"]
     command += ["--model", str(fixtures_dir / "tiny-lm"), "--max-batch-size", "1"]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore SIGINT
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, preexec_fn=heard
-    ) as process:
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         deadline = time.monotonic() + 60
         while not (journal.exists() and journal.read_bytes().count(b"\n") > 2):
             assert process.poll() is None

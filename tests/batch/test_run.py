@@ -29,9 +29,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> GeneratorParts:
-    return load_tiny(
-        ModelSpec("tiny", str(tiny.make_chat_folder(tmp_path_factory.mktemp("tiny"))), max_batch_size=3)
-    )
+    return load_tiny(ModelSpec("tiny", str(tiny.make_chat_folder(tmp_path_factory.mktemp("tiny"))), max_batch_size=3))
 
 
 @pytest.fixture
@@ -74,10 +72,7 @@ def texts(answer: dict[str, Any]) -> list[str]:
 
 def test_responses_equal_the_generators_in_row_order(run: Any, loaded: GeneratorParts) -> None:
     prompts = [f"Row {i} {'x' * (7 * i % 40)}" for i in range(10)]
-    rows = [
-        row(f"{i}", prompt=prompt, max_tokens=1 + 5 * i % 13, temperature=0)
-        for i, prompt in enumerate(prompts)
-    ]
+    rows = [row(f"{i}", prompt=prompt, max_tokens=1 + 5 * i % 13, temperature=0) for i, prompt in enumerate(prompts)]
     found = run(*rows)
     assert [one["custom_id"] for one in found] == [f"{i}" for i in range(10)]
     generator = Generator(loaded.model, loaded.cache, loaded.tokenizer)
@@ -149,9 +144,7 @@ def test_the_custom_id_decides_the_seed(run: Any, tmp_path: Path) -> None:
         (row("x", CHAT, messages=[{"role": "user", "content": "a" * 600}]), "context_length_exceeded", ""),
     ],
 )
-def test_a_bad_row_gets_an_error_and_does_not_affect_others(
-    run: Any, line: Any, code: str, reason: str
-) -> None:
+def test_a_bad_row_gets_an_error_and_does_not_affect_others(run: Any, line: Any, code: str, reason: str) -> None:
     good = row("good", prompt="Hi", max_tokens=2)
     before, bad, after = run(good, "", line, good | {"custom_id": "better"})
     assert texts(before)
@@ -229,9 +222,7 @@ def test_an_existing_output_is_never_lost(run: Any, tmp_path: Path) -> None:
         run(*rows)
 
 
-def test_a_full_disk_at_the_end_keeps_the_journal(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_the_end_keeps_the_journal(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(f"{i}", prompt="x", max_tokens=2) for i in range(3)]
 
     def full(self: Path, target: Path) -> None:
@@ -277,12 +268,8 @@ class PowerLost(Exception):
     """Stands for anything that ends a process."""
 
 
-def test_stopped_after_any_step_and_truncated_it_ends_the_same(
-    loaded: GeneratorParts, tmp_path: Path
-) -> None:
-    requests = [
-        row(f"{i}", prompt="x" * i, max_tokens=1 + i % 4, temperature=float(i % 2)) for i in range(1, 8)
-    ]
+def test_stopped_after_any_step_and_truncated_it_ends_the_same(loaded: GeneratorParts, tmp_path: Path) -> None:
+    requests = [row(f"{i}", prompt="x" * i, max_tokens=1 + i % 4, temperature=float(i % 2)) for i in range(1, 8)]
     path = tmp_path / "in.jsonl"
     path.write_text("bad\n" + "".join(json.dumps(one) + "\n" for one in requests))
     rows = read_rows(path)

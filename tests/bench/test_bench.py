@@ -40,10 +40,7 @@ def test_a_tiny_shape_is_measured_end_to_end(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     rows = [(row["work"], row["cache"], row["context"], row["batch"]) for row in found["rows"]]
     assert rows == [("prompt", "fp16", 16, 1)] + [
-        (work, cache, 8, batch)
-        for cache in ("fp16", "q4")
-        for batch in (1, 3)
-        for work in ("decode", "ngram")
+        (work, cache, 8, batch) for cache in ("fp16", "q4") for batch in (1, 3) for work in ("decode", "ngram")
     ]
     for row in found["rows"]:
         assert row["rate"] > 0
@@ -118,9 +115,7 @@ def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
         assert target.read_bytes().startswith(b"\x89PNG")
 
 
-def test_missing_matplotlib_is_reported_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_matplotlib_is_reported_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exlm.bench.report.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"exlm\[bench\]"):
         run("bench", "/nowhere/model", "--plot", str(tmp_path / "plot.png"))
@@ -163,9 +158,7 @@ def test_prompt_ids() -> None:
 @pytest.mark.parametrize("form", ["exl2", "gptq", "gguf", "dense"])
 def test_ngram_drafts_are_accepted_on_repetitive_text(form: str) -> None:
     """A repetitive model cycles through tokens, so that every draft is accepted in full."""
-    config = BenchmarkConfig(
-        shape="tiny", format=form, device="cpu", contexts=(40,), prompt=16, tokens=40, ngram=True
-    )
+    config = BenchmarkConfig(shape="tiny", format=form, device="cpu", contexts=(40,), prompt=16, tokens=40, ngram=True)
     _, plain, drafted = run_benchmark(config).rows
     assert (plain.work, plain.tokens_per_row_step) == ("decode", 1)
     assert (drafted.work, drafted.tokens_per_row_step) == ("ngram", 8)

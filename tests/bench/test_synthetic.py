@@ -89,9 +89,7 @@ def test_the_checkpoint_is_deterministic_and_can_be_repetitive() -> None:
         assert torch.equal(table.data[0], table.data[16]) is repetitive
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"), [("gptq", 5), ("gguf", 4.0), ("dense", 8), ("awq", 4), ("exl2", 1.5)]
-)
+@pytest.mark.parametrize(("name", "bits"), [("gptq", 5), ("gguf", 4.0), ("dense", 8), ("awq", 4), ("exl2", 1.5)])
 def test_unsupported_bits_are_refused(name: str, bits: float) -> None:
     with pytest.raises(InputError, match=r"bits|one of"):
         synthetic_format(name, bits).weight(256, 64, RandomTensors(0, CPU), False, 1.0)

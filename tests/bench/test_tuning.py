@@ -86,9 +86,7 @@ def model_on(backend: TunableBackend, monkeypatch: pytest.MonkeyPatch, slower: f
 
 
 def test_faster_settings_are_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    backend = TunableBackend(
-        [FakeSpace("a", [1.0, 1.5, 2.0], 2), FakeSpace("b", [3.0, 4.0], 0)], tmp_path / "plans"
-    )
+    backend = TunableBackend([FakeSpace("a", [1.0, 1.5, 2.0], 2), FakeSpace("b", [3.0, 4.0], 0)], tmp_path / "plans")
     progress: list[str] = []
     found = tune_model(model_on(backend, monkeypatch), lambda what, *_: progress.append(what))
     assert [change._asdict() for change in found.changes] == [{"name": "a", "before": (2,), "after": (0,)}]
@@ -127,8 +125,5 @@ def test_a_gpu_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert files == ([] if found.file is None else [found.file])
     again = tune(BenchmarkConfig(shape="tiny", device="cuda", prompt=64))
     assert all(
-        change.before == known.after
-        for change in again.changes
-        for known in found.changes
-        if known.name == change.name
+        change.before == known.after for change in again.changes for known in found.changes if known.name == change.name
     )

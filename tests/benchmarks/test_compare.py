@@ -48,9 +48,7 @@ def logging_probe(log: Path, name: str) -> Probe:
     def read(file: Path) -> Readings:
         return {Row(name, "tok/s", "higher", 0.05): float(json.loads(file.read_text()))}
 
-    return Probe(
-        "fake", name, lambda _, out: [sys.executable, "-c", LOGGING_SCRIPT, str(log), str(out), name], read
-    )
+    return Probe("fake", name, lambda _, out: [sys.executable, "-c", LOGGING_SCRIPT, str(log), str(out), name], read)
 
 
 def script_probe(source: str) -> Probe:

@@ -67,9 +67,7 @@ def test_values_that_make_no_pairs_are_refused(base: list[float], candidate: lis
         (0.8, 0.94, "higher", "outside"),
     ],
 )
-def test_a_verdict_is_where_the_whole_interval_lies(
-    low: float, high: float, better: str, expected: str
-) -> None:
+def test_a_verdict_is_where_the_whole_interval_lies(low: float, high: float, better: str, expected: str) -> None:
     assert verdict(Ratio((low + high) / 2, low, high, 7), better, 0.05) == expected  # type: ignore[arg-type]
 
 

@@ -39,9 +39,7 @@ def read_weight(
     return weight
 
 
-def read_tensor(
-    checkpoint: SafetensorsCheckpoint, role: str, *shapes: tuple[int, ...], **more: object
-) -> torch.Tensor:
+def read_tensor(checkpoint: SafetensorsCheckpoint, role: str, *shapes: tuple[int, ...], **more: object) -> torch.Tensor:
     """A tensor of one of these shapes on the CPU, float32 unless `dtype` is given."""
     shape = shapes if len(shapes) > 1 else shapes[0]
     return checkpoint.tensor(role, shape, **{"dtype": torch.float32, "device": CPU, **more})  # type: ignore[arg-type]

@@ -125,12 +125,8 @@ def fuse_projections(tensors: dict[str, Tensor], model: spec.Model) -> dict[str,
     """Phi-3 keeps q, k, v in one tensor and gate, up in another."""
     for i in range(len(model.layers)):
         at = f"blk.{i}."
-        tensors[at + "attn_qkv.weight"] = torch.cat(
-            [tensors.pop(f"{at}attn_{part}.weight") for part in "qkv"]
-        )
-        tensors[at + "ffn_up.weight"] = torch.cat(
-            [tensors.pop(at + "ffn_gate.weight"), tensors[at + "ffn_up.weight"]]
-        )
+        tensors[at + "attn_qkv.weight"] = torch.cat([tensors.pop(f"{at}attn_{part}.weight") for part in "qkv"])
+        tensors[at + "ffn_up.weight"] = torch.cat([tensors.pop(at + "ffn_gate.weight"), tensors[at + "ffn_up.weight"]])
     return tensors
 
 

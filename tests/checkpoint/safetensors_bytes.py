@@ -42,9 +42,7 @@ def safetensors_bytes(tensors: dict[str, torch.Tensor], *, pad: int = 0) -> byte
             header[f"filler.{len(data)}"] = header_entry("U8", [gap], [len(data), len(data) + gap])
             data += bytes(gap)
         raw = tensor_bytes(tensor).numpy().tobytes()
-        header[name] = header_entry(
-            TYPES[tensor.dtype], list(tensor.shape), [len(data), len(data) + len(raw)]
-        )
+        header[name] = header_entry(TYPES[tensor.dtype], list(tensor.shape), [len(data), len(data) + len(raw)])
         data += raw
     return file_bytes(json.dumps(header).encode() + b" " * pad, data)
 
@@ -54,9 +52,7 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def write_safetensors(
-    folder: Path, tensors: dict[str, torch.Tensor], name: str = "model.safetensors"
-) -> Path:
+def write_safetensors(folder: Path, tensors: dict[str, torch.Tensor], name: str = "model.safetensors") -> Path:
     """Write a valid file into a folder; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(safetensors_bytes(tensors))

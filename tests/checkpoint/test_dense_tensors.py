@@ -27,9 +27,7 @@ class TestBias:
         write_safetensors(tmp_path, {f"{Q}.weight": torch.randn(2, 3)}, "a-00001-of-00002.safetensors")
         write_safetensors(tmp_path, {f"{Q}.bias": torch.ones(2)}, "a-00002-of-00002.safetensors")
         assert (
-            read_weight(
-                SafetensorsCheckpoint.open(tmp_path, TensorNames()), "layers.0.attn.q", 3, 2, bias=True
-            ).bias
+            read_weight(SafetensorsCheckpoint.open(tmp_path, TensorNames()), "layers.0.attn.q", 3, 2, bias=True).bias
             is not None
         )
 
@@ -39,9 +37,7 @@ class TestBias:
             read_weight(checkpoint, "layers.0.attn.q", 3, 2, bias=True)
 
     def test_an_unexpected_bias_of_zeros_is_dropped(self, tmp_path: Path) -> None:
-        checkpoint = open_checkpoint(
-            tmp_path, {f"{Q}.weight": torch.randn(2, 3), f"{Q}.bias": torch.zeros(2)}
-        )
+        checkpoint = open_checkpoint(tmp_path, {f"{Q}.weight": torch.randn(2, 3), f"{Q}.bias": torch.zeros(2)})
         assert read_weight(checkpoint, "layers.0.attn.q", 3, 2).bias is None
         assert checkpoint.unused() == []
 
@@ -79,9 +75,7 @@ class TestTensor:
     def test_a_norm_bias_is_read_by_suffix(self, tmp_path: Path) -> None:
         tensors = {"model.norm.weight": torch.ones(3), "model.norm.bias": torch.randn(3)}
         checkpoint = open_checkpoint(tmp_path, tensors)
-        assert same_bits(
-            read_tensor(checkpoint, "final_norm", (3,), suffix="bias"), tensors["model.norm.bias"]
-        )
+        assert same_bits(read_tensor(checkpoint, "final_norm", (3,), suffix="bias"), tensors["model.norm.bias"])
         with pytest.raises(MissingTensor, match=r"the other of final_norm.*model\.norm\.other"):
             read_tensor(checkpoint, "final_norm", (3,), suffix="other")
 
@@ -112,9 +106,7 @@ class TestTensor:
 
     def test_it_is_missing(self, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(tmp_path, {"x": torch.ones(1)})
-        with pytest.raises(
-            MissingTensor, match=r"final_norm is missing: expected 'model\.norm\.weight'.*1 tensors"
-        ):
+        with pytest.raises(MissingTensor, match=r"final_norm is missing: expected 'model\.norm\.weight'.*1 tensors"):
             read_tensor(checkpoint, "final_norm", (4,))
 
 
@@ -137,9 +129,7 @@ class TestOverflow:
         assert read_weight(checkpoint, "layers.0.attn.q", 4, 4, dtype=torch.float32).data.isinf().sum() == 1
 
     def test_the_largest_that_fits(self, tmp_path: Path) -> None:
-        checkpoint = open_checkpoint(
-            tmp_path, {"model.norm.weight": torch.tensor([65504.0, -65504.0, 65519.0])}
-        )
+        checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": torch.tensor([65504.0, -65504.0, 65519.0])})
         assert read_tensor(checkpoint, "final_norm", (3,), dtype=torch.float16, finite=True).isfinite().all()
 
     def test_an_unexpected_bias_is_checked_without_a_cast(self, tmp_path: Path) -> None:
@@ -147,9 +137,7 @@ class TestOverflow:
         with pytest.raises(BadTensor, match="1 of 2 not zero"):
             read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 2, 2, dtype=torch.float16)
 
-    def test_overflow_is_counted_over_all_chunks(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_overflow_is_counted_over_all_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(safetensors_checkpoint, "COPY_CHUNK", 8)
         checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": torch.full((11,), 1e6)})
         with pytest.raises(BadTensor, match="11 of 11 values"):

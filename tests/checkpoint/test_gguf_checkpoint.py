@@ -58,9 +58,7 @@ def test_every_role_comes_back(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("variant", "reordered"), [("llama", True), ("qwen2", False)])
-def test_biases_of_q_and_k_are_ordered_as_their_matrices(
-    variant: str, reordered: bool, tmp_path: Path
-) -> None:
+def test_biases_of_q_and_k_are_ordered_as_their_matrices(variant: str, reordered: bool, tmp_path: Path) -> None:
     bias = torch.arange(64.0)
     pairs = bias.view(4, 2, 8).swapaxes(1, 2).flatten()  # heads of 16: each pair of halves side by side
 
@@ -131,9 +129,7 @@ def test_a_tensor_scale_is_applied(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
-    model, roles = gguf_models.write_model(
-        tmp_path / "m.gguf", "gemma", kind="Q8_0", leave_out=("output.weight",)
-    )
+    model, roles = gguf_models.write_model(tmp_path / "m.gguf", "gemma", kind="Q8_0", leave_out=("output.weight",))
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     assert model.head.tied
     assert not checkpoint.has("head")
@@ -166,9 +162,7 @@ def test_a_gguf_model_gives_the_logits_of_its_folder(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path / "folder")
     model = build_spec(ConfigReader(tiny.CONFIG))
     files = SafetensorsCheckpoint.open(folder, model.names)
-    roles = {
-        role: files.weight(role, k, n, bias=b, dtype=F32, device=CPU) for role, k, n, b in matrices(model)
-    }
+    roles = {role: files.weight(role, k, n, bias=b, dtype=F32, device=CPU) for role, k, n, b in matrices(model)}
     by_role = {role: one.dequantize().T for role, one in roles.items()}
     by_role["embed"] = files.tensor("embed", (64, 32), dtype=F32, device=CPU)
     for role in ("final_norm", *(f"layers.{i}.{name}" for i in (0, 1) for name in ("attn_norm", "mlp_norm"))):
@@ -197,9 +191,7 @@ def rewrite_tensors(path: Path, variant: str, change: Any) -> GgufCheckpoint:
 
 def test_a_missing_role_is_named(tmp_path: Path) -> None:
     checkpoint = rewrite_tensors(tmp_path / "m.gguf", "qwen2", lambda t: t.pop("blk.1.attn_k.bias"))
-    with pytest.raises(
-        MissingTensor, match=r"the bias of layers\.1\.attn\.k is missing.*'blk\.1\.attn_k\.bias'"
-    ):
+    with pytest.raises(MissingTensor, match=r"the bias of layers\.1\.attn\.k is missing.*'blk\.1\.attn_k\.bias'"):
         weight(checkpoint, "layers.1.attn.k", 64, 32, bias=True)
     with pytest.raises(MissingTensor, match=r"'blk\.7\.ffn_up\.weight'"):
         weight(checkpoint, "layers.7.mlp.up", 64, 96)
@@ -260,9 +252,7 @@ def test_what_is_read_shares_no_memory_with_the_file(tmp_path: Path) -> None:
 
 
 def test_unused_tensors_are_listed(tmp_path: Path) -> None:
-    checkpoint = rewrite_tensors(
-        tmp_path / "m.gguf", "llama", lambda t: t.update({"strange": torch.zeros(4)})
-    )
+    checkpoint = rewrite_tensors(tmp_path / "m.gguf", "llama", lambda t: t.update({"strange": torch.zeros(4)}))
     weight(checkpoint, "head", 64, 64)
     unused = checkpoint.unused()
     assert "strange" in unused

@@ -136,9 +136,7 @@ def test_rope_factors_are_read_as_numbers(tmp_path: Path) -> None:
     factors = np.array([1.0, 1.5, 8.0], dtype=np.float32)
     file = GgufFile(write_gguf(tmp_path / "a.gguf", "llama", {"rope_freqs.weight": factors}))
     assert file.rope_factors() == {"rope_freqs.weight": [1.0, 1.5, 8.0]}
-    wide = GgufFile(
-        write_gguf(tmp_path / "b.gguf", "llama", {"rope_freqs.weight": factors.astype(np.float16)})
-    )
+    wide = GgufFile(write_gguf(tmp_path / "b.gguf", "llama", {"rope_freqs.weight": factors.astype(np.float16)}))
     with pytest.raises(BadTensor, match="numbers of F32, found F16"):
         wide.rope_factors()
 

@@ -50,8 +50,7 @@ def _model(folder: Path, dtype: str, item: int, layers: int, width: int, height:
     for shard in range(shards):
         names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(shard, layers, shards)]
         header = {
-            name: header_entry(dtype, [height, width], [at * size, (at + 1) * size])
-            for at, name in enumerate(names)
+            name: header_entry(dtype, [height, width], [at * size, (at + 1) * size]) for at, name in enumerate(names)
         }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8 + odd)
@@ -70,9 +69,7 @@ def _model(folder: Path, dtype: str, item: int, layers: int, width: int, height:
         ("F16", 2, "float32", 3072, 1),
     ],
 )
-def test_the_peak_is_the_model(
-    tmp_path: Path, stored: str, item: int, wanted: str, height: int, odd: int
-) -> None:
+def test_the_peak_is_the_model(tmp_path: Path, stored: str, item: int, wanted: str, height: int, odd: int) -> None:
     layers, width = 12, 4096
     _model(tmp_path, stored, item, layers, width, height, odd)
     done = subprocess.run(

@@ -71,15 +71,11 @@ def test_without_the_entry_it_is_not_found(tmp_path: Path) -> None:
     assert not open_checkpoint(tmp_path, int8_tensors(2, 4)).has("layers.0.attn.q")
 
 
-def test_a_format_without_a_reader_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_format_without_a_reader_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_checkpoint, "FORMATS", (MatrixFormat("INT8", "codes"), *FORMATS))
     checkpoint = open_checkpoint(tmp_path, int8_tensors(2, 4))
     assert checkpoint.describe("layers.0.attn.q")[0] == "INT8"
-    with pytest.raises(
-        Unsupported, match=r"q_proj\.codes.* is stored as INT8, which this version cannot read"
-    ):
+    with pytest.raises(Unsupported, match=r"q_proj\.codes.* is stored as INT8, which this version cannot read"):
         checkpoint.weight("layers.0.attn.q", 4, 2, bias=False, dtype=None, device=CPU)
 
 

@@ -57,12 +57,8 @@ def test_rows_equal_sliced_tensors(
     tensors = {key if bare else f"{key}.weight": full.T.contiguous() if transposed else full, "x": full}
     if bias:
         tensors[f"{key}.bias"] = offsets
-    place = TensorLocation(
-        LAYER_PREFIX + "self_attn.packed", rows=spans, transposed=transposed, without_suffix=bare
-    )
-    checkpoint = open_checkpoint(
-        tmp_path_factory.mktemp("m"), tensors, TensorNames().with_locations(attn__q=place)
-    )
+    place = TensorLocation(LAYER_PREFIX + "self_attn.packed", rows=spans, transposed=transposed, without_suffix=bare)
+    checkpoint = open_checkpoint(tmp_path_factory.mktemp("m"), tensors, TensorNames().with_locations(attn__q=place))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_checkpoint, "COPY_CHUNK", chunk)
         n = sum(stop - start for start, stop in spans)
@@ -92,9 +88,7 @@ def test_stacked_experts(tmp_path: Path, transposed: bool) -> None:
     place = TensorLocation(
         LAYER_PREFIX + "experts.w", rows_per_expert=inner, transposed=transposed, without_suffix=True
     )
-    names = TensorNames().with_locations(
-        mlp__experts__up=(TensorLocation(LAYER_PREFIX + "experts.{e}.w"), place)
-    )
+    names = TensorNames().with_locations(mlp__experts__up=(TensorLocation(LAYER_PREFIX + "experts.{e}.w"), place))
     checkpoint = open_checkpoint(tmp_path, {"model.layers.1.experts.w": stacked}, names)
     for e in range(experts):
         part = stacked[e * inner : (e + 1) * inner]
@@ -121,17 +115,13 @@ def test_stacked_experts_of_two_parts(tmp_path: Path, transposed: bool) -> None:
             without_suffix=True,
         )
 
-    names = TensorNames().with_locations(
-        mlp__experts__gate=part((0, inner)), mlp__experts__up=part((inner, 2 * inner))
-    )
+    names = TensorNames().with_locations(mlp__experts__gate=part((0, inner)), mlp__experts__up=part((inner, 2 * inner)))
     checkpoint = open_checkpoint(tmp_path, {"model.layers.1.experts.w": stacked}, names)
     for e in range(experts):
         full = stacked[e * stack : (e + 1) * stack]
         gate, up = (full.T if transposed else full).split(inner)
         for role, data in (("gate", gate), ("up", up)):
-            assert same_bits(
-                read_weight(checkpoint, f"layers.1.mlp.experts.{e}.{role}", hidden, inner).data, data
-            )
+            assert same_bits(read_weight(checkpoint, f"layers.1.mlp.experts.{e}.{role}", hidden, inner).data, data)
             assert checkpoint.describe(f"layers.1.mlp.experts.{e}.{role}")[1] == data.nbytes
 
 
@@ -165,9 +155,7 @@ def test_a_fused_tensor_must_be_as_long_as_its_parts(tmp_path: Path) -> None:
     good = open_checkpoint(tmp_path / "good", {"model.layers.0.qkv.weight": torch.randn(8, 3)}, names)
     assert read_weight(good, "layers.0.attn.q", 3, 4).data.shape == (4, 3)
     long = open_checkpoint(tmp_path / "long", {"model.layers.0.qkv.weight": torch.randn(12, 3)}, names)
-    with pytest.raises(
-        BadTensor, match=r"'model\.layers\.0\.qkv\.weight': expected shape \[8, 3\] \(4 of 8 out"
-    ):
+    with pytest.raises(BadTensor, match=r"'model\.layers\.0\.qkv\.weight': expected shape \[8, 3\] \(4 of 8 out"):
         read_weight(long, "layers.0.attn.q", 3, 4)
     with pytest.raises(BadTensor, match="2 of 8 outputs"):
         read_weight(good, "layers.0.attn.k", 3, 4)
@@ -185,12 +173,8 @@ def test_keys_are_renamed(tmp_path: Path) -> None:
 
 def test_two_keys_for_one_role_are_refused(tmp_path: Path) -> None:
     names = TensorNames(key_renames=(KeyRename("old.", "model.", prefix_only=True),))
-    with pytest.raises(
-        BadFile, match=r"(?s)model\.norm\.weight.*old\.norm\.weight|old.*model\.norm"
-    ) as caught:
-        open_checkpoint(
-            tmp_path, {"model.norm.weight": torch.ones(2), "old.norm.weight": torch.ones(2)}, names
-        )
+    with pytest.raises(BadFile, match=r"(?s)model\.norm\.weight.*old\.norm\.weight|old.*model\.norm") as caught:
+        open_checkpoint(tmp_path, {"model.norm.weight": torch.ones(2), "old.norm.weight": torch.ones(2)}, names)
     assert "both stand for 'model.norm.weight'" in str(caught.value)
 
 
@@ -232,9 +216,7 @@ def test_a_padded_vocabulary_names_both_numbers(tmp_path: Path, role: str) -> No
 
 def test_a_wrong_width_does_not_blame_the_vocabulary(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path, {"model.embed_tokens.weight": torch.randn(64, 3)})
-    with pytest.raises(
-        BadTensor, match=r"expected shape \[64, 5\].*found \[64, 3\]\. config\.json describes"
-    ):
+    with pytest.raises(BadTensor, match=r"expected shape \[64, 5\].*found \[64, 3\]\. config\.json describes"):
         read_tensor(checkpoint, "embed", (64, 5))
 
 
@@ -261,9 +243,7 @@ class TestQuantised:
         tensors = {f"{Q}.{suffix}": torch.ones(4, 4, dtype=torch.int32), f"{Q}.scales": torch.ones(4).half()}
         checkpoint = open_checkpoint(tmp_path, tensors)
         assert checkpoint.has("layers.0.attn.q")
-        with pytest.raises(
-            Unsupported, match=rf"layers\.0\.attn\.q is stored as {words}, which this version cannot"
-        ):
+        with pytest.raises(Unsupported, match=rf"layers\.0\.attn\.q is stored as {words}, which this version cannot"):
             read_weight(checkpoint, "layers.0.attn.q", 4, 4)
         with pytest.raises(Unsupported, match=f"stored as {words}"):
             read_tensor(checkpoint, "layers.0.attn.q", (4, 4))
@@ -318,17 +298,13 @@ class TestQuantised:
             lambda: read_weight(checkpoint, "layers.0.mlp.down", 4, 4),
             lambda: checkpoint.check_unscaled("layers.0.mlp.down"),
         ):
-            with pytest.raises(
-                Unsupported, match=r"act\.scales': the inputs of layers\.0\.mlp\.down are to be"
-            ):
+            with pytest.raises(Unsupported, match=r"act\.scales': the inputs of layers\.0\.mlp\.down are to be"):
                 ask()
         checkpoint.check_unscaled("layers.0.mlp.up")
 
     @pytest.mark.parametrize("bits", [2, 3, 4, 8])
     @pytest.mark.parametrize("bits_in_config", [False, True])
-    def test_a_matrix_with_its_own_width_is_described(
-        self, tmp_path: Path, bits: int, bits_in_config: bool
-    ) -> None:
+    def test_a_matrix_with_its_own_width_is_described(self, tmp_path: Path, bits: int, bits_in_config: bool) -> None:
         """Where `dynamic` gives matrices their own widths, the config has none."""
         shapes = {"qweight": (64 * bits // 32, 32), "qzeros": (2, bits), "scales": (2, 32)}
         write_safetensors(
@@ -362,9 +338,7 @@ def test_the_index_tells_which_file_is_missing(tmp_path: Path) -> None:
 
 
 def test_describe_does_not_mark_a_tensor_as_used(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(
-        tmp_path, {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4)}
-    )
+    checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4)})
     assert checkpoint.has("final_norm")
     assert not checkpoint.has("embed")
     assert checkpoint.find("embed") is None
@@ -398,9 +372,7 @@ def test_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transpos
     names = TensorNames().with_locations(
         attn__q=TensorLocation(LAYER_PREFIX + "self_attn.q_proj", transposed=transposed)
     )
-    checkpoint = open_checkpoint(
-        tmp_path, {f"{Q}.weight": data.T.contiguous() if transposed else data}, names
-    )
+    checkpoint = open_checkpoint(tmp_path, {f"{Q}.weight": data.T.contiguous() if transposed else data}, names)
     weight = checkpoint.weight("layers.0.attn.q", 48, 64, bias=False, dtype=torch.float16, device=device)
     assert isinstance(weight, DenseWeight)
     assert weight.data.device.type == "cuda"

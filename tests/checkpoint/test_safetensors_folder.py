@@ -61,9 +61,7 @@ def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     files = SafetensorsFolder(tmp_path)
     assert sorted(files.names()) == ["a", "b", "c"]
     assert files.total_bytes == A.nbytes + B.nbytes + A.bfloat16().nbytes
-    assert all(
-        same_bits(files.view(name), tensor) for name, tensor in (("a", A), ("b", B), ("c", A.bfloat16()))
-    )
+    assert all(same_bits(files.view(name), tensor) for name, tensor in (("a", A), ("b", B), ("c", A.bfloat16())))
     assert "a" in files
     assert "d" not in files
 

@@ -20,9 +20,7 @@ from tests.checkpoint.safetensors_bytes import file_bytes, header_entry, safeten
 ENTRY = header_entry()
 DATA_2 = 48 * b"\0"
 DATA = 24 * b"\0"
-POINTER = (
-    b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
-)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 
 BAD_FILES = {
     "empty file": (b"", "found 0 bytes"),
@@ -55,9 +53,7 @@ BAD_FILES = {
         "'a' is there twice",
     ),
     "field twice": (
-        file_bytes(
-            b'{"a": {"dtype": "F32", "dtype": "I32", "shape": [2, 3], "data_offsets": [0, 24]}}', DATA
-        ),
+        file_bytes(b'{"a": {"dtype": "F32", "dtype": "I32", "shape": [2, 3], "data_offsets": [0, 24]}}', DATA),
         "'dtype' is there twice",
     ),
     "metadata is a list": (file_bytes({"__metadata__": [], "a": ENTRY}, DATA), "__metadata__"),
@@ -299,9 +295,7 @@ def test_a_mutated_file_is_read_correctly_or_refused(tmp_path: Path) -> None:
             checkpoint = SafetensorsCheckpoint.open(tmp_path, TensorNames())
             for role, name in roles.items():
                 wanted = tensors[name]
-                read = checkpoint.tensor(
-                    role, tuple(wanted.shape), dtype=torch.float32, device=torch.device("cpu")
-                )
+                read = checkpoint.tensor(role, tuple(wanted.shape), dtype=torch.float32, device=torch.device("cpu"))
                 assert same_bits(read, wanted.float()), what
         except CheckpointError:
             refused += 1

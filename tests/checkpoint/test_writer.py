@@ -42,9 +42,7 @@ def test_saved_tensors_are_read_back(
     folder = tmp_path_factory.mktemp("m") / "new"
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in kinds.items()}
     progress: list[tuple[int, int]] = []
-    paths = save_sharded(
-        folder, tensors.items(), shard_bytes=shard_bytes, progress=lambda *done: progress.append(done)
-    )
+    paths = save_sharded(folder, tensors.items(), shard_bytes=shard_bytes, progress=lambda *done: progress.append(done))
     files = SafetensorsFolder(folder)
     assert files.paths == tuple(paths)
     assert set(files.names()) == set(tensors)
@@ -180,9 +178,7 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
     save_sharded(tmp_path, _tensors().items(), shard_bytes=80)
     with pytest.raises(Crash):
         save_sharded(tmp_path, tensors(), shard_bytes=10**6, overwrite=True)
-    assert all(
-        same_bits(SafetensorsFolder(tmp_path).view(name), tensor) for name, tensor in _tensors().items()
-    )
+    assert all(same_bits(SafetensorsFolder(tmp_path).view(name), tensor) for name, tensor in _tensors().items())
 
 
 @pytest.mark.parametrize("step", range(12))
@@ -215,6 +211,5 @@ def test_a_crash_while_renaming_leaves_no_mixture(
         return
     read = {name: files.view(name) for name in files.names()}
     assert any(
-        set(read) == set(model) and all(same_bits(read[name], model[name]) for name in model)
-        for model in (old, new)
+        set(read) == set(model) and all(same_bits(read[name], model[name]) for name in model) for model in (old, new)
     )

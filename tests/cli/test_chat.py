@@ -78,9 +78,7 @@ def test_prompt_has_all_earlier_turns(folder: Path, chat: Any, prompts: list[str
     first = "<s>system: Be brief.\n<s>user: Hi\nassistant:"
     assert prompts[0] == first
     answer = greedy(folder, first, 3)
-    assert (
-        prompts[1] == f"<s>system: Be brief.\n<s>user: Hi\n<s>assistant: {answer}\n<s>user: Why?\nassistant:"
-    )
+    assert prompts[1] == f"<s>system: Be brief.\n<s>user: Hi\n<s>assistant: {answer}\n<s>user: Why?\nassistant:"
     assert "\n".join(answers).startswith(answer)
     assert stderr == ""
 
@@ -157,9 +155,7 @@ def test_every_setting_with_a_textual_value_can_be_set(tokenizer: Tokenizer) -> 
     conversation = Conversation(Settings())
     for name in setting_types():
         kind = setting_types()[name]
-        text, expected = {bool: ("on", True), int: ("1", 1), float: ("0.5", 0.5)}.get(
-            kind, ('["a", 7]', None)
-        )
+        text, expected = {bool: ("on", True), int: ("1", 1), float: ("0.5", 0.5)}.get(kind, ('["a", 7]', None))
         conversation.set(name, text, tokenizer)
         if kind in VALUE_WORDS:
             assert getattr(conversation.settings, name) == expected
@@ -275,9 +271,7 @@ def test_random_commands_keep_the_conversation_consistent(
         assert 0 <= conversation.dropped <= max(0, len(conversation.turns) - 1)
         assert conversation.settings.top_k == 3
         expected = [text for pair in pairs[conversation.dropped :] for text in pair]
-        assert [one["content"] for one in conversation.messages] == (
-            [] if system is None else [system]
-        ) + expected
+        assert [one["content"] for one in conversation.messages] == ([] if system is None else [system]) + expected
 
 
 @pytest.mark.parametrize(
@@ -322,18 +316,14 @@ def test_oldest_turns_are_dropped_when_the_context_is_full(chat: Any, prompts: l
 
 
 def test_a_message_longer_than_the_context_is_refused_and_removed(chat: Any, prompts: list[str]) -> None:
-    _, stderr = chat(
-        "x" * 300, "Hi", "/set max_new_tokens 9", options=("-t", "0", "-n", "3", "--context", "256")
-    )
+    _, stderr = chat("x" * 300, "Hi", "/set max_new_tokens 9", options=("-t", "0", "-n", "3", "--context", "256"))
     assert "and the context has 256: say less" in stderr
     assert prompts == ["<s>user: Hi\nassistant:"]
 
 
 def test_a_retry_that_fails_keeps_the_answer(chat: Any, tmp_path: Path) -> None:
     path = tmp_path / "talk"
-    _, stderr = chat(
-        "Hi", "/system " + "x" * 300, "/retry", f"/save {path}", options=("-n", "3", "--context", "256")
-    )
+    _, stderr = chat("Hi", "/system " + "x" * 300, "/retry", f"/save {path}", options=("-n", "3", "--context", "256"))
     assert "say less" in stderr
     assert [one["role"] for one in json.loads(path.read_text())["messages"]] == [
         "system",
@@ -351,9 +341,7 @@ def test_prompt_formats_by_name(chat: Any, prompts: list[str], folder: Path, tok
     chat("Hi", options=("-n", "2", "--template", "llama", "--system", "S"))
     assert prompts[-1] == "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nHi [/INST]"
     chat("Hi", options=("-n", "2", "--template", "raw"))
-    assert prompts[-1].startswith(
-        "<s>This is a conversation between a helpful AI assistant and a user.\nUser: "
-    )
+    assert prompts[-1].startswith("<s>This is a conversation between a helpful AI assistant and a user.\nUser: ")
     chat("Hi", options=("-n", "2", "--template", "phi3"))
     assert prompts[-1] == "<s><|user|>\nHi<|end|>\n<|assistant|>\n"
     _, stderr = chat("Hi", options=("-n", "2", "--template", "gemma", "--system", "S"))

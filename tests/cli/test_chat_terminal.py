@@ -71,9 +71,7 @@ def chat_of(session: ModelSession, *messages: str | None, **options: Any) -> Cha
 
 
 @contextmanager
-def sigint_at_steps(
-    session: ModelSession, monkeypatch: pytest.MonkeyPatch, *steps: int
-) -> Iterator[list[int]]:
+def sigint_at_steps(session: ModelSession, monkeypatch: pytest.MonkeyPatch, *steps: int) -> Iterator[list[int]]:
     """Press Ctrl-C just before these steps of the generator; returns the number of steps made."""
     steps_made: list[int] = []
     generator: Any = session.generator

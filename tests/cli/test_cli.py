@@ -37,9 +37,7 @@ def greedy(folder: Path, ids: torch.Tensor, count: int) -> list[int]:
     model.load()
     out: list[int] = []
     for _ in range(count):
-        token = int(
-            model.forward(torch.cat((ids, torch.tensor([out], dtype=torch.int64)), 1))[0, -1].argmax()
-        )
+        token = int(model.forward(torch.cat((ids, torch.tensor([out], dtype=torch.int64)), 1))[0, -1].argmax())
         if token == 2:
             break
         out.append(token)
@@ -133,9 +131,7 @@ def test_generate_with_a_model_and_no_prompt_is_an_error(folder: Path, tmp_path:
 
 def test_convert_rewrites_a_model(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "new"
-    done = CliRunner(env={"COLUMNS": "160"}).invoke(
-        app, ["convert", str(folder), str(target), "--shard-size", "1"]
-    )
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["convert", str(folder), str(target), "--shard-size", "1"])
     assert done.exit_code == 0, done.output
     assert f"{target}: 4 files, " in done.stdout
     assert "Converting" in done.stderr
@@ -168,9 +164,7 @@ def test_a_full_disk_is_reported_in_one_line(folder: Path) -> None:
 
 def test_characters_the_terminal_cannot_show_are_replaced(folder: Path) -> None:
     command = [sys.executable, "-m", "exlm.cli", "info", str(folder)]
-    done = subprocess.run(
-        command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, timeout=120
-    )
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, timeout=120)
     assert done.returncode == 0, done.stderr
     assert b"0?1" in done.stdout  # the dash between the first and the last layer
 

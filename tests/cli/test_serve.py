@@ -47,9 +47,7 @@ from tests.conftest import ROOT
         (["--gpus", "2", "--tenant-requests", "4"], "--gpus, --tenant-requests: only with --ray"),
     ],
 )
-def test_invalid_options_are_refused_before_loading(
-    arguments: list[str], complaint: str, tmp_path: Path
-) -> None:
+def test_invalid_options_are_refused_before_loading(arguments: list[str], complaint: str, tmp_path: Path) -> None:
     blank, odd = tmp_path / "blank", tmp_path / "odd"
     blank.write_text(" \n\n")
     odd.write_bytes(b"\xff\xfe")
@@ -117,9 +115,7 @@ def test_serve_and_batch_share_the_model_options() -> None:
     for field in dataclasses.fields(ModelOptions):
         assert shown["serve"][field.name] == shown["batch"][field.name]
     assert "model_options" not in shown["serve"]
-    chosen = ModelOptions(
-        name=None, lora=["a=b"], max_seq_len=9, cache_type="q4", device="cpu", draft="ngram"
-    )
+    chosen = ModelOptions(name=None, lora=["a=b"], max_seq_len=9, cache_type="q4", device="cpu", draft="ngram")
     main = chosen.main_model("/models/one.gguf")
     assert (main.name, main.path, dict(main.loras)) == ("one", "/models/one.gguf", {"a": "b"})
     assert (main.max_seq_len, main.cache_type, main.device) == (9, "q4", "cpu")

@@ -41,9 +41,7 @@ def signal_setter(disposition: signal.Handlers, *more: signal.Signals) -> Callab
 def run(code: str, inherited: signal.Handlers) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
     preexec_fn = signal_setter(inherited)
-    return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, preexec_fn=preexec_fn
-    )
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, preexec_fn=preexec_fn)
 
 
 @INHERITED

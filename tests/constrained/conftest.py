@@ -20,9 +20,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Codec:
 @pytest.fixture(scope="session")
 def every_byte(tmp_path_factory: pytest.TempPathFactory) -> Codec:
     """One token for each byte."""
-    return Codec.from_folder(
-        tiny.make_chat_folder(tmp_path_factory.mktemp("bytes")), ConfigTokenIds(bos=1, eos=2)
-    )
+    return Codec.from_folder(tiny.make_chat_folder(tmp_path_factory.mktemp("bytes")), ConfigTokenIds(bos=1, eos=2))
 
 
 @pytest.fixture(scope="session")

@@ -108,9 +108,7 @@ def test_a_filter_whose_masks_need_a_gpu_falls_back_to_id_lists(letters: Codec) 
 
 
 def test_masks_and_lists_together(letters: Codec) -> None:
-    stack = FilterStack(
-        [LogitMaskFilter(None, letters, [32, 28]), PrefixFilter(None, letters, "Hello")], letters
-    )
+    stack = FilterStack([LogitMaskFilter(None, letters, [32, 28]), PrefixFilter(None, letters, "Hello")], letters)
     stack.begin()
     assert allowed_ids(stack) == {32}
 
@@ -258,9 +256,7 @@ def test_an_exception_of_a_filter_names_it(letters: Codec, method: str) -> None:
         stack.allowed()
         stack.feed(3)
 
-    with pytest.raises(
-        InputError, match=rf"The filter DuckTypedFilter failed in {method}\(\): KeyError: 'lost'"
-    ):
+    with pytest.raises(InputError, match=rf"The filter DuckTypedFilter failed in {method}\(\): KeyError: 'lost'"):
         run()
 
 

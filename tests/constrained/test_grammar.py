@@ -229,9 +229,7 @@ def test_jobs_and_clones_do_not_share_state(codec: Codec) -> None:
     assert other.next()[0] != before
 
 
-def test_a_parser_at_its_limit_does_not_affect_other_jobs(
-    every_byte: Codec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parser_at_its_limit_does_not_affect_other_jobs(every_byte: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(grammar.PARSER_LIMITS, "max_lexer_states", 3000)
     made = RegexFilter(every_byte, "(.*a.{30}.*b.{30}.*c)+")
     source = random.Random(1)
@@ -261,9 +259,7 @@ def test_masks_are_the_same_from_many_threads(trained: Codec) -> None:
     made = JsonSchemaFilter(trained, SCHEMAS[0])
 
     def run(seed: int) -> list[int]:
-        return run_stack(FilterStack([made], trained), random_then_closing(random.Random(seed), trained, 20))[
-            0
-        ]
+        return run_stack(FilterStack([made], trained), random_then_closing(random.Random(seed), trained, 20))[0]
 
     expected = [run(seed) for seed in range(16)]
     with ThreadPoolExecutor(8) as pool:
@@ -300,9 +296,7 @@ def test_cached_tables_are_freed_with_the_tokenizer(tmp_path: Path) -> None:
     assert watched() is None
 
 
-def test_without_llguidance_the_error_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, every_byte: Codec
-) -> None:
+def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, every_byte: Codec) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for make in (
         lambda: RegexFilter(every_byte, "never seen before"),

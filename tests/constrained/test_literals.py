@@ -173,9 +173,7 @@ def expected_select_step(options: list[str], table: list[bytes], raw: bytes) -> 
 
 @settings(max_examples=60)
 @given(OPTIONS, st.randoms(use_true_random=False))
-def test_every_select_step_matches_the_definition(
-    trained: Codec, options: list[str], source: random.Random
-) -> None:
+def test_every_select_step_matches_the_definition(trained: Codec, options: list[str], source: random.Random) -> None:
     table = token_sets.token_trie_of(trained).token_bytes
     found = SelectFilter(None, trained, options)
     raw = b""

@@ -91,9 +91,7 @@ def test_filters_of_every_kind_work_together(letters: Codec) -> None:
 
 
 def test_the_error_names_filters_and_text(letters: Codec) -> None:
-    stack = started_stack(
-        [SelectFilter(None, letters, ["cab"]), filter_returning(([4], []), ([7, 9], []))], letters
-    )
+    stack = started_stack([SelectFilter(None, letters, ["cab"]), filter_returning(([4], []), ([7, 9], []))], letters)
     stack.feed(4)
     with pytest.raises(
         InputError,

@@ -100,9 +100,7 @@ REFUSED: dict[str, Make] = {
     "json in disguise": lark('{"grammars": [{"json_schema": {}}]}'),
     "no grammar": lark(None),
     "deep parentheses": lark("start: " + "(" * 10_000 + '"x"' + ")" * 10_000),
-    "exploding terminals": lark(
-        "start: R0\n" + "".join(f"R{n}: R{n + 1} R{n + 1}\n" for n in range(30)) + 'R30: "x"'
-    ),
+    "exploding terminals": lark("start: R0\n" + "".join(f"R{n}: R{n + 1} R{n + 1}\n" for n in range(30)) + 'R30: "x"'),
     "fifty thousand rules": lark(
         "start: r0\n" + "".join(f'r{n}: "a" r{n + 1}\n' for n in range(40_000)) + 'r40000: "x"'
     ),
@@ -127,9 +125,7 @@ SERVED: dict[str, Make] = {
     "recursion": schema({"$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}),
     "left recursion": lark('start: a\na: a "x" | "x"'),
     "ambiguity": lark('start: a\na: a a | "x" | '),
-    "exploding rules": lark(
-        "start: r0\n" + "".join(f"r{n}: r{n + 1} r{n + 1}\n" for n in range(30)) + 'r30: "x"'
-    ),
+    "exploding rules": lark("start: r0\n" + "".join(f"r{n}: r{n + 1} r{n + 1}\n" for n in range(30)) + 'r30: "x"'),
 }
 
 
@@ -165,9 +161,7 @@ def test_served_within_bounds(trained: Codec, time_limit: float, name: str) -> N
 
 
 def test_grammars_at_the_limit_end_in_time(trained: Codec, time_limit: float) -> None:
-    for number, make in enumerate(
-        (regex("a{1000000000}"), regex("b{200000}"), schema({"multipleOf": 99991}))
-    ):
+    for number, make in enumerate((regex("a{1000000000}"), regex("b{200000}"), schema({"multipleOf": 99991}))):
         started = time.perf_counter()
         with suppress(InputError):
             FilterStack([make(trained)], trained).begin()

@@ -47,8 +47,7 @@ IMPORT_TABLE = {
     "convert": "base spec families formats tokenizer checkpoint config model",
     "quantize": "base spec formats tokenizer checkpoint config kernels kvcache nn model convert",
     "llm": "base tokenizer hub config kvcache sampling constrained lora multimodal model generator",
-    "legacy": "base families tokenizer config kernels kvcache sampling constrained multimodal model "
-    "generator quantize",
+    "legacy": "base families tokenizer config kernels kvcache sampling constrained multimodal model generator quantize",
     "exlm": "base tokenizer hub config kvcache sampling constrained lora multimodal model generator convert "
     "quantize llm legacy",
     "serve": "sampler_chain exlm",
@@ -208,9 +207,7 @@ def imports_point_down(source: Source) -> list[str]:
     """A package imports only what its row of the import table grants."""
     here, granted = source.top_package, MAY_IMPORT[source.top_package]
     return [
-        source.at(
-            found.line, f"{here} imports {found.module}: it may import only {sorted(granted) or 'nothing'}"
-        )
+        source.at(found.line, f"{here} imports {found.module}: it may import only {sorted(granted) or 'nothing'}")
         for found in source.imports
         if (there := top_package_of(found.module)) and there != here and there not in granted
     ]
@@ -223,8 +220,7 @@ def names_only_from_spec(source: Source) -> list[str]:
     return [
         source.at(found.line, f"imports {found.module}: checkpoint may use only exlm.spec.tensor_names")
         for found in source.imports
-        if top_package_of(found.module) == "spec"
-        and found.module.split(".")[2] not in SPEC_NAMES_FOR_CHECKPOINT
+        if top_package_of(found.module) == "spec" and found.module.split(".")[2] not in SPEC_NAMES_FOR_CHECKPOINT
     ]
 
 
@@ -244,14 +240,8 @@ def needs_only_what_it_may(source: Source) -> list[str]:
     bad = []
     for found in source.imports:
         top = found.module.partition(".")[0]
-        if (
-            source.top_package in STANDARD_LIBRARY_ONLY
-            and top != "exlm"
-            and top not in sys.stdlib_module_names
-        ):
-            bad.append(
-                source.at(found.line, f"imports {top}: {source.top_package} uses only the standard library")
-            )
+        if source.top_package in STANDARD_LIBRARY_ONLY and top != "exlm" and top not in sys.stdlib_module_names:
+            bad.append(source.at(found.line, f"imports {top}: {source.top_package} uses only the standard library"))
         elif top == "torch" and source.top_package in WITHOUT_TORCH and source.module not in TORCH_ALLOWED:
             bad.append(source.at(found.line, f"imports torch: {source.top_package} works without it"))
     return bad
@@ -288,11 +278,7 @@ def runs_no_untrusted_code(source: Source) -> list[str]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr == "load" and _name(node.value) == "torch":
             bad.append(source.at(node, "torch.load unpickles: read safetensors or GGUF"))
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in ("eval", "exec")
-        ):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
             bad.append(source.at(node, f"{node.func.id}() runs text as code"))
         elif "trust_remote_code" in (
             getattr(node, "arg", None),
@@ -310,11 +296,7 @@ def prints_nothing(source: Source) -> list[str]:
     bad = []
     for node in ast.walk(source.tree):
         called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-        written = (
-            isinstance(node, ast.Attribute)
-            and node.attr in ("stdout", "stderr")
-            and _name(node.value) == "sys"
-        )
+        written = isinstance(node, ast.Attribute) and node.attr in ("stdout", "stderr") and _name(node.value) == "sys"
         if called or written:
             bad.append(source.at(node, "writes to the terminal: log, return it, or let cli/ print"))
     return bad
@@ -344,9 +326,7 @@ def only_reexports(source: Source) -> list[str]:
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
             bad.append(source.at(node, "imports *: name what is re-exported"))
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if not (
-            text or isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign | ast.Raise)
-        ):
+        if not (text or isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign | ast.Raise)):
             bad.append(source.at(node, f"holds a {type(node).__name__}: the code belongs in exlm"))
     return bad if raises <= 1 else [*bad, source.at(1, f"raises {raises} times; once is enough")]
 

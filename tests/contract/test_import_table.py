@@ -19,9 +19,7 @@ def test_every_row_is_a_package_or_module() -> None:
 def test_a_row_names_only_packages_of_earlier_rows() -> None:
     earlier: set[str] = set()
     for package, granted in MAY_IMPORT.items():
-        assert granted <= earlier, (
-            f"{package} may not import {sorted(granted - earlier)}: they stand below it"
-        )
+        assert granted <= earlier, f"{package} may not import {sorted(granted - earlier)}: they stand below it"
         earlier.add(package)
 
 
@@ -30,9 +28,7 @@ def test_the_base_imports_only_the_base() -> None:
 
 
 def test_architecture_prints_the_table() -> None:
-    section = (
-        ARCHITECTURE.read_text(encoding="utf-8").split("# Who may import whom", 1)[1].split("\n# ", 1)[0]
-    )
+    section = ARCHITECTURE.read_text(encoding="utf-8").split("# Who may import whom", 1)[1].split("\n# ", 1)[0]
     printed = {package: row.replace("nothing", "").replace("`", "") for package, row in ROW.findall(section)}
     assert printed == {package: ", ".join(row.split()) for package, row in IMPORT_TABLE.items()}
     assert ", ".join(f"`{name}`" for name in BASE) in section

@@ -91,9 +91,7 @@ def write_awq(weight: PackedWeight) -> dict[str, Tensor]:
     return {"qweight": words(codes), "qzeros": words(segment.zero), "scales": segment.scales.values}
 
 
-def make_quantised(
-    folder: Path, write: Any, make: Any, quantization_config: dict[str, Any] | None = None
-) -> Path:
+def make_quantised(folder: Path, write: Any, make: Any, quantization_config: dict[str, Any] | None = None) -> Path:
     """A tiny Llama whose layers are quantised."""
     tiny.make(folder, torch.float16, hidden_size=64, intermediate_size=128)
     replace_matrices(folder, None, write, make, PROJECTIONS)
@@ -124,9 +122,7 @@ def assert_tokenizers(source: Path, target: Path, text: str) -> Tokenizer:
     for special in (False, True):
         ids = one.encode(text, add_bos=True, encode_special_tokens=special)
         assert torch.equal(ids, two.encode(text, add_bos=True, encode_special_tokens=special))
-        assert one.decode(ids, decode_special_tokens=special) == two.decode(
-            ids, decode_special_tokens=special
-        )
+        assert one.decode(ids, decode_special_tokens=special) == two.decode(ids, decode_special_tokens=special)
     for name in ("bos_token_id", "eos_token_ids", "pad_token_id", "unk_token_id", "extended_piece_to_id"):
         assert getattr(one, name) == getattr(two, name)
     assert one.has_chat_template == two.has_chat_template

@@ -162,9 +162,7 @@ def test_fused_exl2_is_split(tmp_path: Path, to: str) -> None:
     assert not [name for name in read_tensors(target) if "qkv" in name or "gate_up" in name]
 
 
-@pytest.mark.parametrize(
-    ("write", "reason"), [(gptq.write, "do not fill whole words"), (write_awq, "multiple of 8")]
-)
+@pytest.mark.parametrize(("write", "reason"), [(gptq.write, "do not fill whole words"), (write_awq, "multiple of 8")])
 def test_fused_words_that_cannot_be_split_are_refused(tmp_path: Path, write: Any, reason: str) -> None:
     """Heads of four: k begins and ends inside a word of eight columns."""
     sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 1, "intermediate_size": 64}
@@ -290,9 +288,7 @@ def test_a_zero_point_is_kept_or_refused(tmp_path: Path, value: int, layout: str
 )
 def test_other_forms_are_refused(tmp_path: Path, write: Any, make: Any, to: str, reason: str) -> None:
     source = make_quantised(tmp_path / "old", write, make)
-    with pytest.raises(
-        Unsupported, match=rf"^layers\.0\.attn\.q is stored as \w+ and cannot become {to}: {reason}"
-    ):
+    with pytest.raises(Unsupported, match=rf"^layers\.0\.attn\.q is stored as \w+ and cannot become {to}: {reason}"):
         convert_model(source, tmp_path / "new", to)
     assert os.listdir(tmp_path) == ["old"]
 

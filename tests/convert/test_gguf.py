@@ -70,9 +70,7 @@ def make_gguf(
 
 @pytest.mark.parametrize("variant", ["llama", "gemma2", "phi3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_gguf_blocks_become_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, tied: bool
-) -> None:
+def test_gguf_blocks_become_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, tied: bool) -> None:
     monkeypatch.setenv("EXLM_CPU", "0")  # weights are compared, not the kernels' activations of sixteen bits
     source = make_gguf(tmp_path / "m.gguf", variant, "Q8_0", leave_out=("output.weight",) if tied else ())
     target = convert_model(source, tmp_path / "new", "dense")
@@ -108,9 +106,7 @@ def test_gguf_tensors_without_a_role_would_be_lost(tmp_path: Path) -> None:
     tensors = gguf_models.converted_tensors(model, "llama", gguf_models.random_tensors(model))
     arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}
     values = {k: v for k, v in gguf_models.metadata("llama").items() if k != "general.architecture"}
-    write_gguf(
-        tmp_path / "x.gguf", "llama", {**arrays, "blk.0.extra.weight": arrays["output_norm.weight"]}, values
-    )
+    write_gguf(tmp_path / "x.gguf", "llama", {**arrays, "blk.0.extra.weight": arrays["output_norm.weight"]}, values)
     with pytest.raises(Unsupported, match=r"'blk\.0\.extra\.weight'.*would be lost"):
         convert_model(tmp_path / "x.gguf", tmp_path / "new")
 
@@ -161,8 +157,7 @@ def pieces() -> dict[str, Any]:
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": special + [1] * (len(tokens) - len(special)),
-        "tokenizer.ggml.scores": [0.0] * len(special)
-        + [-float(n) for n in range(len(tokens) - len(special))],
+        "tokenizer.ggml.scores": [0.0] * len(special) + [-float(n) for n in range(len(tokens) - len(special))],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
@@ -170,9 +165,7 @@ def pieces() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("variant", "words"), [("llama", byte_level()), ("llama", pieces()), ("phi3", pieces())]
-)
+@pytest.mark.parametrize(("variant", "words"), [("llama", byte_level()), ("llama", pieces()), ("phi3", pieces())])
 def test_the_tokenizer_inside_gguf_becomes_files(tmp_path: Path, variant: str, words: dict[str, Any]) -> None:
     vocab = len(words["tokenizer.ggml.tokens"])
     model, (arch, _) = gguf_models.model_spec(variant), gguf_models.VARIANTS[variant]

@@ -79,9 +79,7 @@ def test_only_what_is_needed_is_copied(tmp_path: Path) -> None:
 def test_shards_are_as_large_as_asked(tmp_path: Path) -> None:
     source = tiny.make(tmp_path / "old", hidden_size=64, num_hidden_layers=4)
     calls: list[tuple[int, int]] = []
-    target = convert_model(
-        source, tmp_path / "new", shard_bytes=100_000, progress=lambda *call: calls.append(call)
-    )
+    target = convert_model(source, tmp_path / "new", shard_bytes=100_000, progress=lambda *call: calls.append(call))
     files = sorted(target.glob("model-*-of-*.safetensors"))
     assert len(files) > 3
     assert all(path.stat().st_size < 110_000 for path in files)

@@ -52,9 +52,7 @@ def replaced(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=page_name)
-def test_a_page_runs(
-    page: Path, replaced: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_runs(page: Path, replaced: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "page"}
     for line, source in blocks(page):

@@ -12,9 +12,7 @@ HEADING = "## All values"
 def bounds_text(bounds: Bounds) -> str:
     if bounds == UNBOUNDED:
         return "any"
-    low, high = (
-        f"{end:g}" if end is not None and abs(end) < 1e6 else end for end in (bounds.minimum, bounds.maximum)
-    )
+    low, high = (f"{end:g}" if end is not None and abs(end) < 1e6 else end for end in (bounds.minimum, bounds.maximum))
     if bounds.exclusive:
         return f"> {low}" if high is None else f"> {low}, ≤ {high}"
     if low is None or high is None:

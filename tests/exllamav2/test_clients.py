@@ -134,9 +134,7 @@ def test_an_option_of_the_config_can_be_set(folder: Path, name: str, value: Any)
     assert getattr(config, name) == value
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(owner, name) for owner, names in READ for name in names], ids=str
-)
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in READ for name in names], ids=str)
 def test_an_attribute_exists(
     owner: type, name: str, model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
 ) -> None:
@@ -149,9 +147,7 @@ def test_an_attribute_exists(
     TAKEN,
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_call_accepts_the_arguments_of_clients(
-    owner: type, name: str, by_position: int, keywords: list[str]
-) -> None:
+def test_a_call_accepts_the_arguments_of_clients(owner: type, name: str, by_position: int, keywords: list[str]) -> None:
     call = getattr(owner, name)
     inspect.signature(call).bind_partial(*[None] * by_position, **dict.fromkeys(keywords))
 
@@ -206,12 +202,8 @@ async def tabby(folder: Path) -> list[Any]:
     def load() -> Iterator[Any]:
         for name in ("unspecial_piece_to_id", "extended_piece_to_id"):
             setattr(ExLlamaV2Tokenizer, name, {})
-        yield from model.load_autosplit_gen(
-            cache, reserve_vram=[96 * 2**20], last_id_only=True, callback_gen=counting
-        )
-        model.forward(
-            torch.zeros((1, config.max_input_len), dtype=torch.long), cache=cache, preprocess_only=True
-        )
+        yield from model.load_autosplit_gen(cache, reserve_vram=[96 * 2**20], last_id_only=True, callback_gen=counting)
+        model.forward(torch.zeros((1, config.max_input_len), dtype=torch.long), cache=cache, preprocess_only=True)
 
     config = prepared(folder)
     model = ExLlamaV2(config)

@@ -143,9 +143,7 @@ from exllamav2.parallel_decoder import ExLlamaV2ParallelDecoder
 from exllamav2.conversion.tokenize import get_tokens
 from exllamav2.conversion.quantize import list_live_tensors
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -278,9 +276,7 @@ def test_methods_of_a_placeholder_cannot_be_read_or_replaced() -> None:
 
 def test_the_extension_can_be_imported_and_not_called() -> None:
     extension: Any = imported("ext", "exllamav2_ext")
-    with pytest.raises(
-        Unsupported, match=r"exllamav2_ext\.rms_norm does not exist in exlm\. Nothing is compiled"
-    ):
+    with pytest.raises(Unsupported, match=r"exllamav2_ext\.rms_norm does not exist in exlm\. Nothing is compiled"):
         extension.rms_norm(torch.zeros(1))
     assert not hasattr(extension, "__wrapped__")
     assert imported("ext", "none_tensor").device.type == "meta"  # type: ignore[attr-defined]

@@ -14,9 +14,7 @@ from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, 
 GREEDY = ExLlamaV2Sampler.Settings.greedy()
 
 
-def test_the_ids_of_a_job_are_tensors(
-    model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_the_ids_of_a_job_are_tensors(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer) -> None:
     generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
     pair = [tokenizer.encode("Once upon a time"), tokenizer.encode("The city")]
     guided = ExLlamaV2Sampler.Settings.greedy(cfg_scale=1.5)
@@ -83,9 +81,7 @@ def test_time_attributes(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExL
     assert all(later > earlier - 1e-3 for earlier, later in pairwise(ordered))
 
 
-def test_numbers_may_come_from_numpy(
-    model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_numbers_may_come_from_numpy(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer) -> None:
     """Scripts compute limits with numpy, and exllamav2 accepted any integer type."""
     generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_q_size=np.int64(4))
     limits = np.array([3, 5])

@@ -104,15 +104,11 @@ def test_a_split_over_one_device_loads(folder: Path) -> None:
     assert model.loaded
 
 
-def test_a_split_ignores_numbers_beyond_the_available_gpus(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_split_ignores_numbers_beyond_the_available_gpus(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, _ = model_init.init(parse("-m", str(folder), "-gs", ",".join("8" * 9)))
     assert model.loaded
     count = max(1, torch.cuda.device_count())
-    assert [
-        line for line in caplog.messages if f"{[8.0] * (9 - count)} is ignored" in line
-    ] == caplog.messages
+    assert [line for line in caplog.messages if f"{[8.0] * (9 - count)} is ignored" in line] == caplog.messages
     assert len(caplog.messages) == 1
 
 

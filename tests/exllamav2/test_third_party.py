@@ -54,9 +54,7 @@ SCHEMA = {
 
 
 @pytest.fixture
-def generator(
-    model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
-) -> ExLlamaV2DynamicGenerator:
+def generator(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer) -> ExLlamaV2DynamicGenerator:
     return ExLlamaV2DynamicGenerator(model, cache, tokenizer)
 
 
@@ -229,9 +227,7 @@ def tabby_formatter(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> Callable
     def make() -> Any:
         builder = FormatterBuilder()
         builder.append_line(f"{builder.json(create_schema(PET))}")
-        engine = builder.build(
-            create_engine_vocabulary(tokenizer), lambda ids: tokenizer.decode(torch.tensor(ids))
-        )
+        engine = builder.build(create_engine_vocabulary(tokenizer), lambda ids: tokenizer.decode(torch.tensor(ids)))
         return FormatterFilter(model, tokenizer, engine)
 
     return make

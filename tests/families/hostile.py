@@ -183,15 +183,11 @@ def ggufs() -> Iterator[Attempt]:
     """Every key of every GGUF architecture's metadata with every hostile value."""
 
     def read(table: dict[str, Any]) -> None:
-        use_spec(
-            build_spec(ConfigReader(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"])))
-        )
+        use_spec(build_spec(ConfigReader(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"]))))
         gguf_tensor_names(table, "x.gguf")
 
     for variant, (arch, _) in VARIANTS.items():
-        recorder = RecordingDict(
-            metadata(variant) | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()}
-        )
+        recorder = RecordingDict(metadata(variant) | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()})
         read(recorder)
         for key in sorted(recorder.looked_up | set(recorder)):
             for value in [*HOSTILE, 2**64 - 1, [2**63] * 4, [True] * 2, ["a"] * 3]:

@@ -72,9 +72,7 @@ def test_experts_of_dbrx_are_bounded_too() -> None:
 
 def test_experts_of_all_layers_together_are_bounded() -> None:
     deep = {**NUMBERS, "num_hidden_layers": 4096, "num_experts_per_tok": 2, "num_local_experts": 4096}
-    with pytest.raises(
-        ConfigError, match=rf"16777216 experts together; expected at most {MAX_TOTAL_EXPERTS}"
-    ):
+    with pytest.raises(ConfigError, match=rf"16777216 experts together; expected at most {MAX_TOTAL_EXPERTS}"):
         build_spec(ConfigReader({"architectures": ["MixtralForCausalLM"], **deep}))
 
 

@@ -144,9 +144,7 @@ def test_wrong_and_contradictory_numbers_are_explained(changes: dict[str, Any], 
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": 3, **QWEN}, '"mlp_only_layers" must be a list of layers'),
     ],
 )
-def test_invalid_values_of_one_family_are_explained(
-    architecture: str, changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_values_of_one_family_are_explained(architecture: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         llama(architectures=[architecture], **changes)
 

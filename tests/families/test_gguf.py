@@ -284,9 +284,7 @@ def test_biases_follow_from_the_tensor_names() -> None:
     [("adapter", "an adapter"), ("mmproj", "the vision or audio part"), ("imatrix", "an importance matrix")],
 )
 def test_gguf_files_that_are_not_models_are_refused(kind: str, words: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^model\.gguf is not a model but {words}.* Give the model's own file"
-    ):
+    with pytest.raises(ConfigError, match=rf"^model\.gguf is not a model but {words}.* Give the model's own file"):
         spec_of({"general.architecture": "clip", "general.type": kind})
     assert spec_of({**metadata("llama"), "general.type": "model"})
 
@@ -330,9 +328,7 @@ def test_the_vocabulary_may_be_only_a_number() -> None:
 
 @pytest.mark.parametrize("arch", ["mamba", None, 7])
 def test_unknown_architectures_are_not_guessed(arch: Any) -> None:
-    with pytest.raises(
-        UnknownArchitecture, match=r"m\.gguf.*Known: gemma, gemma2, gemma3, llama, phi3, qwen2"
-    ):
+    with pytest.raises(UnknownArchitecture, match=r"m\.gguf.*Known: gemma, gemma2, gemma3, llama, phi3, qwen2"):
         config_from_metadata({"general.architecture": arch}, "m.gguf")
 
 

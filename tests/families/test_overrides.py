@@ -21,9 +21,7 @@ def test_no_overrides_change_nothing() -> None:
 
 
 def test_alpha_scale_and_base_reach_every_layer() -> None:
-    (rope,) = ropes(
-        apply_overrides(llama(), Overrides(2048, scale_pos_emb=2.0, scale_alpha=3.0, rope_theta=5e5))
-    )
+    (rope,) = ropes(apply_overrides(llama(), Overrides(2048, scale_pos_emb=2.0, scale_alpha=3.0, rope_theta=5e5)))
     assert rope is not None
     assert (rope.linear_factor, rope.ntk_alpha, rope.theta) == (2.0, 3.0, 5e5)
 

@@ -45,9 +45,7 @@ def exl2(tensors: Mapping[str, Tensor], columns: Sequence[int]) -> Tensor:
         stored = []
         for g, (bits, start, stop) in enumerate(zip(table[::2], table[1::2], stops, strict=True)):
             code = (int(tensors["q_scale"][g, n // 8]) >> (4 * (n % 8))) & 15
-            scale = round_to_float16(
-                (code + 1) ** 2 * round_to_float16(tensors["q_scale_max"][g].item() / 256)
-            )
+            scale = round_to_float16((code + 1) ** 2 * round_to_float16(tensors["q_scale_max"][g].item() / 256))
             for value in read_bit_stream(words[start:stop], bits, (stop - start) * 32 // bits):
                 stored.append(round_to_float16((value - (1 << (bits - 1))) * scale))
         out.append([stored[i] for i in inverse])
@@ -148,11 +146,7 @@ def matrices(folder: Path, suffix: str) -> Iterator[tuple[str, Tensors]]:
                     key = name.removesuffix(suffix)
                     yield (
                         key[:-1],
-                        {
-                            other.removeprefix(key): file.get_tensor(other)
-                            for other in names
-                            if other.startswith(key)
-                        },
+                        {other.removeprefix(key): file.get_tensor(other) for other in names if other.startswith(key)},
                     )
 
 

@@ -41,9 +41,7 @@ def random_awq_tensors(inputs: int, outputs: int, groups: int) -> Tensors:
     size_in_config=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_read_equals_the_slow_decoder(
-    size: int, inputs: int, words: int, size_in_config: bool, seed: int
-) -> None:
+def test_read_equals_the_slow_decoder(size: int, inputs: int, words: int, size_in_config: bool, seed: int) -> None:
     torch.manual_seed(seed)
     if not size_in_config:  # inferred group sizes are powers of two
         size = 1 << (size % 6)
@@ -70,9 +68,7 @@ def test_column_order() -> None:
 
 
 def test_one_group_for_all_inputs() -> None:
-    assert awq.read(random_awq_tensors(96, 8, 1), 96, 8, None, WHERE, awq_config(-1)).segments[
-        0
-    ].group_sizes == (96,)
+    assert awq.read(random_awq_tensors(96, 8, 1), 96, 8, None, WHERE, awq_config(-1)).segments[0].group_sizes == (96,)
 
 
 def test_a_shared_zero_point_is_one_number() -> None:
@@ -178,9 +174,7 @@ def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
         shape = data.draw(st.sampled_from([own, own, (), (0,), (64,), (64, 4), (2, 4), (2, 32), (4, 4, 1)]))
         tensors[name] = torch.randint(-2, 30000, shape).to(dtype)
     try:
-        weight = awq.read(
-            tensors, 64, 32, None, WHERE, awq_config(data.draw(st.sampled_from([None, 16, 32])))
-        )
+        weight = awq.read(tensors, 64, 32, None, WHERE, awq_config(data.draw(st.sampled_from([None, 16, 32]))))
     except CheckpointError:
         return
     assert torch.equal(weight.dequantize(), oracles.awq(tensors, 64 // len(tensors["scales"])))

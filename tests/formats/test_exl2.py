@@ -190,10 +190,7 @@ def duplicate_index(tensors: Tensors, random: Random) -> None:
 
 
 CORRUPTIONS: dict[str, Corruption] = {
-    **{
-        f"no {name}": drop_tensor(name)
-        for name in ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
-    },
+    **{f"no {name}": drop_tensor(name) for name in ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")},
     "codes turned round": replace_tensor("q_weight", lambda t: t.T),
     "codes of 64 bits": replace_tensor("q_weight", lambda t: t.long()),
     "codes as floats": replace_tensor("q_weight", lambda t: t.float()),
@@ -208,9 +205,7 @@ CORRUPTIONS: dict[str, Corruption] = {
     "scales for eight columns too few": replace_tensor("q_scale", lambda t: t[:, 1:]),
     "maxima of 32 bits": replace_tensor("q_scale_max", lambda t: t.float()),
     "a maximum too many": replace_tensor("q_scale_max", lambda t: torch.cat([t, t[:1]])),
-    "a maximum that is no number": replace_number(
-        "q_scale_max", lambda r: r.randrange(4), lambda r: float("nan")
-    ),
+    "a maximum that is no number": replace_number("q_scale_max", lambda r: r.randrange(4), lambda r: float("nan")),
     "an infinite maximum": replace_number("q_scale_max", lambda r: r.randrange(4), lambda r: float("-inf")),
     "groups of 32 bits": replace_tensor("q_groups", lambda t: t.int()),
     "no groups": replace_tensor("q_groups", lambda t: t[:0]),
@@ -223,16 +218,12 @@ CORRUPTIONS: dict[str, Corruption] = {
     "another width": replace_number(
         "q_groups", lambda r: 2 * r.randrange(4), lambda r: r.choice([0, 1, 7, 9, 10, 16, 32, -8, -1, 255])
     ),
-    "a first group that is not first": replace_number(
-        "q_groups", lambda r: 1, lambda r: r.choice([1, 3, -1])
-    ),
+    "a first group that is not first": replace_number("q_groups", lambda r: 1, lambda r: r.choice([1, 3, -1])),
     "a huge offset": replace_number(
         "q_groups", lambda r: 2 * r.randrange(1, 4) + 1, lambda r: r.choice([32767, -1, -9])
     ),
     "an offset again": replace_number("q_groups", lambda r: 2 * r.randrange(1, 4) + 1, lambda r: 0),
-    "words that end inside a code": replace_number(
-        "q_groups", lambda r: 3, lambda r: r.choice([4, 6, 7, 8, 9])
-    ),
+    "words that end inside a code": replace_number("q_groups", lambda r: 3, lambda r: r.choice([4, 6, 7, 8, 9])),
     "a permutation of floats": replace_tensor("q_invperm", lambda t: t.float()),
     "a permutation of bytes": replace_tensor("q_invperm", lambda t: t.to(torch.uint8)),
     "a longer permutation": replace_tensor("q_invperm", lambda t: torch.cat([t, t[:1]])),
@@ -241,9 +232,7 @@ CORRUPTIONS: dict[str, Corruption] = {
     "a row that is not there": replace_number(
         "q_invperm", lambda r: r.randrange(9), lambda r: r.choice([160, 2**31 - 1])
     ),
-    "a negative row": replace_number(
-        "q_invperm", lambda r: r.randrange(9), lambda r: r.choice([-1, -160, -(2**31)])
-    ),
+    "a negative row": replace_number("q_invperm", lambda r: r.randrange(9), lambda r: r.choice([-1, -160, -(2**31)])),
 }
 
 
@@ -281,9 +270,7 @@ def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(tensors)))
         dtype = data.draw(st.sampled_from([tensors[name].dtype, torch.int16, torch.int32, torch.float16]))
         shape = data.draw(
-            st.sampled_from(
-                [tuple(tensors[name].shape), (), (0,), (3,), (6,), (128,), (15, 32), (3, 4), (3, 4, 1)]
-            )
+            st.sampled_from([tuple(tensors[name].shape), (), (0,), (3,), (6,), (128,), (15, 32), (3, 4), (3, 4, 1)])
         )
         reach = data.draw(st.sampled_from([2, 9, 200, 30000]))
         tensors[name] = torch.randint(-reach // 4, reach, shape).to(dtype)

@@ -47,9 +47,7 @@ def random_blocks(kind: str, outputs: int, blocks: int, seed: int = 0) -> Tensor
     _, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     raw = torch.randint(0, 256, (outputs, blocks, size), dtype=torch.uint8, generator=generator)
     for at in FLOAT16_OFFSETS.get(kind, ()):
-        sizes = torch.tensor([1e-6, 0.01, 1.0, 8.0])[
-            torch.randint(4, (outputs, blocks, 1), generator=generator)
-        ]
+        sizes = torch.tensor([1e-6, 0.01, 1.0, 8.0])[torch.randint(4, (outputs, blocks, 1), generator=generator)]
         numbers = torch.randn(outputs, blocks, 1, generator=generator) * sizes
         raw[..., at : at + 2] = numbers.half().view(torch.uint8)
     return raw.flatten(1)
@@ -125,9 +123,7 @@ def test_pack_codes_equals_bits_pack(bits: int, columns: int, turns: int, data: 
     assert torch.equal(pack_codes(codes, bits).T, pack(codes.T, bits))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 def test_floats_stay_floats(kind: str, dtype: torch.dtype) -> None:
     values = torch.randn(3, 8).to(dtype)
     weight = read(values.view(torch.uint8), kind, 8, 3, "here")

@@ -263,9 +263,7 @@ CORRUPTIONS: dict[str, Corruption] = {
     "a group that is not there": replace_number(
         "g_idx", lambda r: r.randrange(160), lambda r: r.choice([5, 6, 2**31 - 1])
     ),
-    "a negative group": replace_number(
-        "g_idx", lambda r: r.randrange(160), lambda r: r.choice([-1, -5, -(2**31)])
-    ),
+    "a negative group": replace_number("g_idx", lambda r: r.randrange(160), lambda r: r.choice([-1, -5, -(2**31)])),
 }
 
 
@@ -316,13 +314,9 @@ def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(tensors)))
         dtype = data.draw(st.sampled_from([tensors[name].dtype, torch.int16, torch.int32, torch.float16]))
         own = tuple(tensors[name].shape)
-        shape = data.draw(
-            st.sampled_from([own, own, (), (0,), (64,), (8, 32), (4, 4), (4, 32), (16, 32), (4, 4, 1)])
-        )
+        shape = data.draw(st.sampled_from([own, own, (), (0,), (64,), (8, 32), (4, 4), (4, 32), (16, 32), (4, 4, 1)]))
         tensors[name] = torch.randint(*data.draw(st.sampled_from([(0, 4), (-2, 30000)])), shape).to(dtype)
-    config = QuantizationConfig(
-        data.draw(st.sampled_from([None, 4, 8])), data.draw(st.sampled_from([None, 16]))
-    )
+    config = QuantizationConfig(data.draw(st.sampled_from([None, 4, 8])), data.draw(st.sampled_from([None, 16])))
     try:
         weight = gptq.read(tensors, 64, 32, None, WHERE, config)
     except CheckpointError:
@@ -332,9 +326,7 @@ def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
 
 def changed_weight(**change: object) -> PackedWeight:
     """A weight that GPTQ supports, with this change of its segment."""
-    weight = read(
-        oracles.gptq_tensors(64, 32, 4, [0] * 64, 1), QuantizationConfig(4, checkpoint_format="gptq_v2")
-    )
+    weight = read(oracles.gptq_tensors(64, 32, 4, [0] * 64, 1), QuantizationConfig(4, checkpoint_format="gptq_v2"))
     return replace(weight, segments=(replace(weight.segments[0], **change),))  # type: ignore[arg-type]
 
 
@@ -382,9 +374,7 @@ def test_split_weights_can_be_written() -> None:
     tensors = oracles.gptq_tensors(128, 32, 4, group_of_input, 4)
     weight = read(tensors, QuantizationConfig(4))
     for dim, ranges in ((0, [(0, 64), (64, 128)]), (1, [(0, 8), (8, 32)])):
-        pieces = [
-            read(gptq.write(piece), QuantizationConfig(4)).dequantize() for piece in weight.split(dim, ranges)
-        ]
+        pieces = [read(gptq.write(piece), QuantizationConfig(4)).dequantize() for piece in weight.split(dim, ranges)]
         assert torch.equal(torch.cat(pieces, dim), weight.dequantize())
 
 

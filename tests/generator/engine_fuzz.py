@@ -116,9 +116,7 @@ class JobSpec:
     def job(self) -> Job:
         prompts = [torch.tensor([prompt]) for prompt in self.prompts]
         filters = self.filters() if self.filters is not None else None
-        return Job(
-            prompts, self.new, seed=self.seed, gen_settings=self.settings(), filters=filters, **self.options
-        )
+        return Job(prompts, self.new, seed=self.seed, gen_settings=self.settings(), filters=filters, **self.options)
 
 
 def guided_settings() -> Settings:
@@ -148,9 +146,7 @@ def hook_settings(after: int) -> Callable[[], Settings]:
     return make
 
 
-def random_job_spec(
-    dice: Random, tokenizer: Tokenizer, prefix_lengths: Sequence[int] = (0, 0, 5, 12, 30)
-) -> JobSpec:
+def random_job_spec(dice: Random, tokenizer: Tokenizer, prefix_lengths: Sequence[int] = (0, 0, 5, 12, 30)) -> JobSpec:
     """A request of any kind; prompts begin alike more often than not, in texts as long as `heads` says."""
     head = [2 + i % 5 for i in range(dice.choice(prefix_lengths))]
     tail = [dice.randrange(2, 12) for _ in range(dice.randint(1, 12))]
@@ -162,9 +158,7 @@ def random_job_spec(
     filters: Callable[[], list[Any]] | None = None
     kind = dice.random()
     if kind < 0.4:
-        options["banned_strings"] = dice.choice(
-            (["a"], ["c", "ED"], ["da", "b a", "ee"], ["a.", "bcd", "AB"])
-        )
+        options["banned_strings"] = dice.choice((["a"], ["c", "ED"], ["da", "b a", "ee"], ["a.", "bcd", "AB"]))
     elif kind < 0.5:
         words = dice.choice((["dog", "do", "cat"], ["abcd", "bad"], ["a"]))
         filters = lambda: [SelectFilter(None, tokenizer, words)]  # noqa: E731
@@ -204,11 +198,7 @@ def simple_job_spec(dice: Random) -> JobSpec:
 
 def comparable_result(result: Any) -> dict[str, Any]:
     """What must not depend on others, comparable."""
-    kept = {
-        key: value
-        for key, value in result.items()
-        if key not in (*VARYING_KEYS, *DRAFT_KEYS, "job", "serial")
-    }
+    kept = {key: value for key, value in result.items() if key not in (*VARYING_KEYS, *DRAFT_KEYS, "job", "serial")}
     if "held" in kept:
         kept["held"] = {key: _comparable_value(value) for key, value in kept["held"].items()}
     return {key: _comparable_value(value) for key, value in kept.items()}
@@ -239,9 +229,7 @@ class ResultChecker:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.expected: dict[
-            int, tuple[Job, Transcript, Transcript]
-        ] = {}  # job → what it said, what it must say
+        self.expected: dict[int, tuple[Job, Transcript, Transcript]] = {}  # job → what it said, what it must say
 
     def expect(self, job: Job, wanted: Transcript) -> None:
         self.expected[id(job)] = (job, [], wanted)
@@ -274,9 +262,7 @@ class ResultChecker:
 class EngineFuzz:
     """One machine's life; the recipes and what they give alone are shared between lives."""
 
-    def __init__(
-        self, dice: Random, tokenizer: Tokenizer, specs: SpecsWithResults, run_ahead: bool = False
-    ) -> None:
+    def __init__(self, dice: Random, tokenizer: Tokenizer, specs: SpecsWithResults, run_ahead: bool = False) -> None:
         """`ahead`: the model runs ahead, and guesses are rarer."""
         self.dice, self.specs = dice, specs
         self.checker = ResultChecker()

@@ -21,14 +21,10 @@ def check_invariants(table: PageTable, sequences: Iterable[TokenSequence]) -> No
 
 def _sequence_violations(table: PageTable, sequence: TokenSequence) -> Iterator[str]:
     size, ids, cached = table.page_size, sequence.ids, sequence.num_computed_tokens
-    if not sequence.num_published_pages * size <= cached <= len(ids) or not sequence.num_final_tokens <= len(
-        ids
-    ):
+    if not sequence.num_published_pages * size <= cached <= len(ids) or not sequence.num_final_tokens <= len(ids):
         published, final = sequence.num_published_pages, sequence.num_final_tokens
         yield f"{published} pages published, {cached} tokens computed, {final} final of {len(ids)}"
-    if len(sequence.pages) != -(-sequence.max_length // size) or len(set(sequence.pages)) != len(
-        sequence.pages
-    ):
+    if len(sequence.pages) != -(-sequence.max_length // size) or len(set(sequence.pages)) != len(sequence.pages):
         yield f"has pages {sequence.pages} for {sequence.max_length} ids"
     if sequence.num_published_pages != min(cached, sequence.num_final_tokens - 1) // size:
         published, final = sequence.num_published_pages, sequence.num_final_tokens

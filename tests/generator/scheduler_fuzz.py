@@ -54,9 +54,7 @@ class SchedulerFuzz:
         pages = rng.randint(2, 24)
         self.counts: Counter[str] = Counter()
         self.page_table = CountingPageTable(pages, page_size, self.counts)
-        self.scheduler: Scheduler[Job] = Scheduler(
-            self.page_table, rng.randint(1, 6), rng.randint(1, 4 * page_size)
-        )
+        self.scheduler: Scheduler[Job] = Scheduler(self.page_table, rng.randint(1, 6), rng.randint(1, 4 * page_size))
         self.runner = ScriptedRunner(lambda ids: [], pages, page_size, vocab_size=0)
         self.earlier_ids: list[list[int]] = []
         self.computed: Counter[int] = Counter()
@@ -105,9 +103,7 @@ class SchedulerFuzz:
         prompts = [self.prompt() for _ in range(rng.choice((1, 1, 1, 2)))]
         if len(prompts) > 1 and rng.random() < 0.3:
             prompts[1] = list(prompts[0])
-        job = Job(
-            [TokenSequence(ids, salt, len(ids) + new) for ids in prompts], rng.choice((None, 0, 1, 4, 4))
-        )
+        job = Job([TokenSequence(ids, salt, len(ids) + new) for ids in prompts], rng.choice((None, 0, 1, 4, 4)))
         need = self.page_table.count_pages(job.sequences)
         try:
             self.scheduler.add(job)
@@ -271,9 +267,7 @@ class SchedulerFuzz:
             back = self.rng.choice((unfinalized, self.rng.randint(1, unfinalized)))
             for sequence in job.sequences:
                 size = self.page_table.page_size
-                self.counts["page rewinds"] += (len(sequence) - 2) // size > (
-                    len(sequence) - back - 1
-                ) // size
+                self.counts["page rewinds"] += (len(sequence) - 2) // size > (len(sequence) - back - 1) // size
                 self.page_table.rewind(sequence, len(sequence) - back)
             return False
         elif dice < 0.47:

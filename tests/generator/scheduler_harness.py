@@ -41,9 +41,7 @@ class SchedulerHarness:
         self.decoded = self.scheduler.decode_batch()
         for one in self.decoded:
             rows = one.sequences
-            self.runner.decode(
-                rows, [row.num_computed_tokens for row in rows], [[row.ids[-1]] for row in rows]
-            )
+            self.runner.decode(rows, [row.num_computed_tokens for row in rows], [[row.ids[-1]] for row in rows])
             for row in rows:
                 self.page_table.mark_computed(row, len(row))
                 row.ids.append(7)

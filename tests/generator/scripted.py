@@ -97,9 +97,7 @@ class ScriptedModel:
         raise InputError(f"Of {list(ids)[:9]} not all are tokens of {self.vocab}.")
 
 
-def make_generator(
-    tokenizer: Tokenizer, script: Script = alphabet, tokens: int = 4096, **options: Any
-) -> Generator:
+def make_generator(tokenizer: Tokenizer, script: Script = alphabet, tokens: int = 4096, **options: Any) -> Generator:
     """A generator for a script."""
     vocab = tokenizer.config.vocab_size
     return Generator(ScriptedModel(script, vocab), ScriptedCache(tokens), tokenizer, **options)

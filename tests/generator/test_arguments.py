@@ -48,17 +48,13 @@ def test_unknown_arguments_are_refused(tmp_path: Path) -> None:
         Job(TOKENIZER.encode("abc"), 3, stop_condition=[0])
     with pytest.raises(InputError, match=r"Job has no argument 'zzz'. Leave it out"):
         Job(TOKENIZER.encode("abc"), 3, zzz=None)
-    with pytest.raises(
-        InputError, match=r"Generator has no argument 'max_batch'. Did you mean 'max_batch_size'"
-    ):
+    with pytest.raises(InputError, match=r"Generator has no argument 'max_batch'. Did you mean 'max_batch_size'"):
         scripted.make_generator(scripted.make_tokenizer(tmp_path), max_batch=3)
 
 
 def test_arguments_of_other_calls_warn(tmp_path: Path) -> None:
     """As several published programs give it: the archived library ignored it."""
-    with pytest.warns(
-        UserWarning, match=r"Job has no argument 'completion_only' .*: generate\(\) takes it"
-    ) as seen:
+    with pytest.warns(UserWarning, match=r"Job has no argument 'completion_only' .*: generate\(\) takes it") as seen:
         Job(TOKENIZER.encode("abc"), 3, completion_only=True)
     assert seen[0].filename == __file__
     with pytest.warns(UserWarning, match="'add_bos'"):
@@ -118,9 +114,7 @@ def test_old_arguments_may_be_none(tmp_path: Path) -> None:
         machine.generate(["abc", "def"], 3, embeddings=[None])
 
 
-@pytest.mark.parametrize(
-    "name", ["max_batch_size", "max_seq_len", "max_chunk_size", "max_q_size", "max_ngram"]
-)
+@pytest.mark.parametrize("name", ["max_batch_size", "max_seq_len", "max_chunk_size", "max_q_size", "max_ngram"])
 def test_generator_sizes_must_be_whole_numbers(fixtures_dir: Path, name: str) -> None:
     model = Model(Config(fixtures_dir / "tiny-lm"))
     model.load()
@@ -132,9 +126,7 @@ def test_generator_sizes_must_be_whole_numbers(fixtures_dir: Path, name: str) ->
 def test_generate_passes_job_arguments_on(tmp_path: Path) -> None:
     machine = scripted.make_generator(scripted.make_tokenizer(tmp_path))
     options: dict[str, Any] = {"identifier": 7, "max_skips": None, "return_probs": True, "salt": "ann"}
-    _, last = machine.generate(
-        ["abc", "def"], 2, gen_settings=Settings.greedy(), return_last_results=True, **options
-    )
+    _, last = machine.generate(["abc", "def"], 2, gen_settings=Settings.greedy(), return_last_results=True, **options)
     assert [result["identifier"] for result in last] == [7, 7]
     assert all("token_probs" in result for result in last)
 
@@ -151,9 +143,7 @@ def test_a_finished_grammar_ends_a_text_that_should_be_longer(tmp_path: Path, pr
     grammar = scripted.job("abc", 12, filters=[RegexFilter(texts, "[x-z]{2}")], **options)
     option = scripted.job("abc", 12, filters=[SelectFilter(None, texts, ["cat"])], **options)
     last = {
-        r["serial"]: r
-        for r in scripted.streaming_results(scripted.run(machine, *others, grammar, option))
-        if r["eos"]
+        r["serial"]: r for r in scripted.streaming_results(scripted.run(machine, *others, grammar, option)) if r["eos"]
     }
     assert [last[n]["full_completion"] for n in range(2)] == ["defghijklmno", "abcdefghijkl"]
     assert (last[2]["eos_reason"], len(last[2]["full_completion"])) == ("end_filter", 2)

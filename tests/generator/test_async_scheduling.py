@@ -32,9 +32,7 @@ from tests.generator.toy_model import VOCAB, AsyncToyRunner, ToyRunner
 RUNS, STEPS, SPECS = 12, 250, 120
 
 
-def make_engine(
-    script: Script = alphabet, runner: type[ToyRunner] = AsyncToyRunner, **options: Any
-) -> EngineCore:
+def make_engine(script: Script = alphabet, runner: type[ToyRunner] = AsyncToyRunner, **options: Any) -> EngineCore:
     return EngineCore(runner(script, 16), PageTable(16), TOKENIZER, VOCAB, **options)
 
 
@@ -49,9 +47,7 @@ def pass_kinds(machine: EngineCore) -> list[str]:
 
 def texts_by_step(rounds: list[list[dict[str, Any]]]) -> list[list[tuple[int, str]]]:
     """The text of each job in each round."""
-    return [
-        [(one["serial"], one.get("text", "")) for one in streaming_results([results])] for results in rounds
-    ]
+    return [[(one["serial"], one.get("text", "")) for one in streaming_results([results])] for results in rounds]
 
 
 def test_each_token_costs_one_pass_and_all_but_the_first_are_ahead() -> None:
@@ -207,9 +203,7 @@ def test_a_row_is_resampled_from_the_same_logits() -> None:
     machine = make_engine()
     machine.sampler = ResamplingSampler(TOKENIZER, VOCAB)
     rounds = run(machine, job("abc", 12), job("xyz", 12))
-    assert texts_by_step(rounds) == texts_by_step(
-        run(make_engine(runner=ToyRunner), job("abc", 12), job("xyz", 12))
-    )
+    assert texts_by_step(rounds) == texts_by_step(run(make_engine(runner=ToyRunner), job("abc", 12), job("xyz", 12)))
     assert pass_kinds(machine).count("decode") > 4
 
 
@@ -256,9 +250,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def specs(tokenizer: Tokenizer) -> SpecsWithResults:
     """Mostly requests that run ahead, and what each gives alone, on a machine that never does."""
     dice = Random(11)
-    recipes = [simple_job_spec(dice) for _ in range(SPECS)] + [
-        random_job_spec(dice, tokenizer) for _ in range(4)
-    ]
+    recipes = [simple_job_spec(dice) for _ in range(SPECS)] + [random_job_spec(dice, tokenizer) for _ in range(4)]
     return [(recipe, run_alone(recipe, tokenizer)) for recipe in recipes]
 
 

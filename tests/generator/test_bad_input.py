@@ -143,9 +143,7 @@ INVALID: dict[str, BadCall] = {
     "a number among banned strings": generate("abc", 5, banned_strings=["d", 5]),
     "banned strings without a list": generate("abc", 5, banned_strings="d"),
     "banned strings that are ids": enqueue(ids("abc"), 5, banned_strings=[3]),
-    "banned strings with filters": enqueue(
-        ids("abc"), 5, banned_strings=["d"], filters=[FilterThatRunsDry(9)]
-    ),
+    "banned strings with filters": enqueue(ids("abc"), 5, banned_strings=["d"], filters=[FilterThatRunsDry(9)]),
     "top tokens below none": enqueue(ids("abc"), 5, return_top_tokens=-1),
     "max_skips -1": enqueue(ids("abc"), 5, max_skips=-1),
     "no filter": enqueue(ids("abc"), 5, filters=[object()]),
@@ -261,9 +259,7 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def writer(byte_tokenizer: Tokenizer) -> Generator:
     """Prefers letters; a{…} is to its liking."""
-    return make_generator(
-        byte_tokenizer, lambda prefix: [2 + ord("a"), 2 + ord("["), 2 + ord("b"), 2 + ord("]"), 0]
-    )
+    return make_generator(byte_tokenizer, lambda prefix: [2 + ord("a"), 2 + ord("["), 2 + ord("b"), 2 + ord("]"), 0])
 
 
 @pytest.fixture(scope="module")

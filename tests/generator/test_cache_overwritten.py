@@ -43,9 +43,7 @@ def test_between_two_requests_the_prompt_is_read_again(
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_during_a_request_it_fails(
-    components: tuple[Model, Tokenizer], move: Callable[[Cache], None]
-) -> None:
+def test_during_a_request_it_fails(components: tuple[Model, Tokenizer], move: Callable[[Cache], None]) -> None:
     cache = Cache(components[0], max_seq_len=512)
     machine = Generator(components[0], cache, components[1])
     machine.enqueue(Job(components[1].encode(PROMPT), NEW, gen_settings=Settings.greedy()))

@@ -45,9 +45,7 @@ def run(machine: EngineCore, *jobs: Job) -> list[list[dict[str, Any]]]:
     rounds = []
     while machine.busy:
         rounds.append([dict(result) for result in machine.step()])
-        check_invariants(
-            machine.page_table, [s for active in machine.scheduler.active for s in active.sequences]
-        )
+        check_invariants(machine.page_table, [s for active in machine.scheduler.active for s in active.sequences])
     return rounds
 
 
@@ -228,15 +226,13 @@ def test_g18_a_full_batch_makes_the_rest_wait() -> None:
 
 def test_xtc_exempts_the_tokenizers_line_breaks() -> None:
     """The best token would be excluded; a line break never is."""
-    settings = Settings(
-        temperature=1.0, top_k=0, top_p=0.0, xtc_probability=1.0, token_repetition_penalty=1.0
-    )
+    settings = Settings(temperature=1.0, top_k=0, top_p=0.0, xtc_probability=1.0, token_repetition_penalty=1.0)
     for best, spared in (("\n", True), ("a", False)):
         ranks = tokens(best + "bc")
         said = [
-            streaming_results(
-                run(make_engine(lambda _, ranks=ranks: ranks), job("x", 1, settings=settings, seed=i))
-            )[-1]
+            streaming_results(run(make_engine(lambda _, ranks=ranks: ranks), job("x", 1, settings=settings, seed=i)))[
+                -1
+            ]
             for i in range(40)
         ]
         assert any(one["full_completion"] == best for one in said) == spared
@@ -246,9 +242,7 @@ def test_dry_counts_no_repetition_across_punctuation() -> None:
     """Where the text repeats, DRY takes the second choice; punctuation in between ends what is repeated."""
     settings = Settings.greedy(dry_multiplier=5.0, dry_allowed_length=2)
     for prompt, following in (("abcd xabc", "z"), ("abc.d xabc.", "d")):
-        last = streaming_results(run(make_engine(lambda _: tokens("dz")), job(prompt, 1, settings=settings)))[
-            -1
-        ]
+        last = streaming_results(run(make_engine(lambda _: tokens("dz")), job(prompt, 1, settings=settings)))[-1]
         assert last["full_completion"] == following
 
 
@@ -340,9 +334,7 @@ def test_tokens_do_not_depend_on_batch_mates(seed: int) -> None:
     step = 0
     while machine.busy:
         machine.step()
-        check_invariants(
-            machine.page_table, [s for active in machine.scheduler.active for s in active.sequences]
-        )
+        check_invariants(machine.page_table, [s for active in machine.scheduler.active for s in active.sequences])
         step += 1
         if step == 9:
             for i in cancelled:

@@ -30,17 +30,12 @@ def replacing(old: str, new: str) -> Any:
 @pytest.mark.parametrize("none", [None, [], ()])
 def test_no_hooks(none: Any) -> None:
     settings = Settings.greedy(post_sampling_hooks=none)
-    assert (
-        streaming_results(run(make_engine(), job("abc", 3, settings=settings)))[-1]["full_completion"]
-        == "def"
-    )
+    assert streaming_results(run(make_engine(), job("abc", 3, settings=settings)))[-1]["full_completion"] == "def"
 
 
 def test_a_hook_sees_what_was_sampled() -> None:
     seen: list[PostSamplingResult] = []
-    results = streaming_results(
-        run(make_engine(), job("abc", 3, settings=hooked(seen.append), return_top_tokens=2))
-    )
+    results = streaming_results(run(make_engine(), job("abc", 3, settings=hooked(seen.append), return_top_tokens=2)))
     assert [result["text"] for result in results] == ["d", "e", "f"]
     assert [one.token for one in seen] == tokens("def")
     assert all(one.sampled_token.shape == one.sampled_prob.shape == (1, 1) for one in seen)
@@ -94,9 +89,7 @@ def test_a_broken_hook_fails_its_own_job() -> None:
         result.sampled_token = VOCAB
 
     jobs = [job("abc", 3), job("def", 3, settings=hooked(broken)), job("xyz", 3, settings=hooked(outside))]
-    last = {
-        result["serial"]: result for result in streaming_results(run(make_engine(), *jobs)) if result["eos"]
-    }
+    last = {result["serial"]: result for result in streaming_results(run(make_engine(), *jobs)) if result["eos"]}
     assert last[0]["full_completion"] == "def"
     for serial, message in ((1, "hook failed: KeyError"), (2, f"hook chose {VOCAB}")):
         assert last[serial]["eos_reason"] == "error"

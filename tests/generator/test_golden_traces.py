@@ -120,9 +120,7 @@ def test_g13_a_draft_model_that_is_always_wrong(tokenizer: Tokenizer) -> None:
 def test_g14_a_short_continuation_costs_what_is_new(tokenizer: Tokenizer, paged: bool) -> None:
     machine = make_generator(tokenizer, paged=paged)
     first = [2 + i % 26 for i in range(100)]
-    said = [
-        int(n) for result in streaming_results(run(machine, job(first, 3))) for n in result["token_ids"][0]
-    ]
+    said = [int(n) for result in streaming_results(run(machine, job(first, 3))) for n in result["token_ids"][0]]
     rounds = run(machine, job([*first, *said, *[ID["z"]] * 10], 2))
     prefill = [entry for entry in forward_passes(machine) if entry[0] == "prefill"]
     assert prefill == [("prefill", 1, 99), ("prefill", 1, 10)]
@@ -143,9 +141,7 @@ def test_g14_an_unpaged_pair_is_refused(tokenizer: Tokenizer) -> None:
     settings = Settings.greedy()
     settings.cfg_scale = 1.5
     with pytest.raises(InputError, match=r"batch size of 2.*not with paged=False"):
-        make_generator(tokenizer, paged=False).enqueue(
-            Job([ids("abc"), ids("xyz")], 3, gen_settings=settings)
-        )
+        make_generator(tokenizer, paged=False).enqueue(Job([ids("abc"), ids("xyz")], 3, gen_settings=settings))
 
 
 def test_g15_a_character_in_four_tokens(byte_tokenizer: Tokenizer) -> None:
@@ -187,9 +183,7 @@ def ranking(*best: str) -> Script:
 )
 def test_g16_a_select_filter_ends_with_its_option(tokenizer: Tokenizer, likes: str, text: str) -> None:
     select = SelectFilter(None, tokenizer, ["dog", "do", "cat"])
-    results = streaming_results(
-        run(make_generator(tokenizer, ranking(*likes)), job("abc", 9, filters=[select]))
-    )
+    results = streaming_results(run(make_generator(tokenizer, ranking(*likes)), job("abc", 9, filters=[select])))
     assert [result["text"] for result in results] == list(text)
     assert (results[-1]["eos_reason"], results[-1]["full_completion"]) == ("end_filter", text)
     assert "held" not in results[-1]

@@ -38,9 +38,7 @@ def all_results(jobs: list[Job], is_simple: bool) -> list[dict[str, Any]]:
             }
             for result in machine.step()
         ]
-        check_invariants(
-            machine.page_table, [s for active in machine.scheduler.active for s in active.sequences]
-        )
+        check_invariants(machine.page_table, [s for active in machine.scheduler.active for s in active.sequences])
     for result in out:
         if "held" in result:
             held: Any = result["held"]

@@ -13,9 +13,7 @@ BOOKKEEPING_FILES = {"scheduler.py", "page_table.py", "token_sequence.py"}
 
 def loop(pages: int = 16, size: int = 4) -> EngineCore:
     """Jobs of a few letters take several pages."""
-    return EngineCore(
-        ToyRunner(alphabet, pages, size), PageTable(pages, size), TOKENIZER, VOCAB, max_batch_size=3
-    )
+    return EngineCore(ToyRunner(alphabet, pages, size), PageTable(pages, size), TOKENIZER, VOCAB, max_batch_size=3)
 
 
 def test_an_interrupted_round_leaves_nothing_behind() -> None:

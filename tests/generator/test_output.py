@@ -111,9 +111,7 @@ def test_a_stop_token_releases_held_text() -> None:
 
 
 def test_the_token_limit_releases_held_text() -> None:
-    output = OutputProcessor(
-        toy_detokenizer(), max_new_tokens=2, stop_strings=["fgh"], banned_strings=["FGX"]
-    )
+    output = OutputProcessor(toy_detokenizer(), max_new_tokens=2, stop_strings=["fgh"], banned_strings=["FGX"])
     assert push(output, "fg") == [Hold(), Stop("max_new_tokens", "fg", 2)]
 
 
@@ -140,16 +138,12 @@ def test_the_end_of_a_filter_is_shown() -> None:
     assert OutputProcessor(toy_detokenizer(), max_new_tokens=1).push(ID["t"], filter_done=True) == Stop(
         "max_new_tokens", "t", 1
     )
-    stopped = OutputProcessor(toy_detokenizer(), max_new_tokens=9, stop_strings=["t"]).push(
-        ID["t"], filter_done=True
-    )
+    stopped = OutputProcessor(toy_detokenizer(), max_new_tokens=9, stop_strings=["t"]).push(ID["t"], filter_done=True)
     assert stopped == Stop("stop_string", "", 1, "t", 0, "t")
 
 
 def test_stop_strings_ignore_the_minimum_and_stop_tokens_do_not() -> None:
-    output = OutputProcessor(
-        toy_detokenizer(), max_new_tokens=9, min_new_tokens=5, stop_tokens=[5], stop_strings=["e"]
-    )
+    output = OutputProcessor(toy_detokenizer(), max_new_tokens=9, min_new_tokens=5, stop_tokens=[5], stop_strings=["e"])
     assert push(output, "d") == [Emit("d", 1)]
     assert push(output, "e") == [Stop("stop_string", "", 1, "e", 0, "e")]
 
@@ -158,9 +152,7 @@ def test_stop_strings_ignore_the_minimum_and_stop_tokens_do_not() -> None:
 
 
 def test_a_stop_string_may_begin_and_end_inside_tokens() -> None:
-    output = OutputProcessor(
-        detokenizer_of([b"one\nUs", b"er: two"]), max_new_tokens=9, stop_strings=["\nUser:"]
-    )
+    output = OutputProcessor(detokenizer_of([b"one\nUs", b"er: two"]), max_new_tokens=9, stop_strings=["\nUser:"])
     assert [output.push(0), output.push(1)] == [
         Hold(),
         Stop("stop_string", "one", 2, "\nUser: two", 0, "\nUser:"),
@@ -196,9 +188,7 @@ def test_a_false_alarm_is_released_as_far_as_it_is_over() -> None:
 
 def test_stop_strings_match_special_tokens_that_are_not_shown() -> None:
     """T48."""
-    output = OutputProcessor(
-        toy_detokenizer(), max_new_tokens=9, stop_strings=["</s>"], special_texts=SPECIAL
-    )
+    output = OutputProcessor(toy_detokenizer(), max_new_tokens=9, stop_strings=["</s>"], special_texts=SPECIAL)
     assert push(output, "a") == [Emit("a", 1)]
     assert output.push(0) == Stop("stop_string", "", 1, "</s>", 0, "</s>")
     shown = OutputProcessor(
@@ -208,9 +198,7 @@ def test_stop_strings_match_special_tokens_that_are_not_shown() -> None:
 
 
 def test_stop_strings_match_across_the_edge_of_a_special_token() -> None:
-    output = OutputProcessor(
-        toy_detokenizer(), max_new_tokens=9, stop_strings=["b</s>c"], special_texts=SPECIAL
-    )
+    output = OutputProcessor(toy_detokenizer(), max_new_tokens=9, stop_strings=["b</s>c"], special_texts=SPECIAL)
     assert [output.push(token) for token in (ID["a"], ID["b"], 0, ID["c"])] == [
         Emit("a", 1),
         Hold(),
@@ -220,9 +208,7 @@ def test_stop_strings_match_across_the_edge_of_a_special_token() -> None:
 
 
 def test_stop_strings_match_what_is_shown_across_a_hidden_token() -> None:
-    output = OutputProcessor(
-        toy_detokenizer(), max_new_tokens=9, stop_strings=["bc", "x"], special_texts=SPECIAL
-    )
+    output = OutputProcessor(toy_detokenizer(), max_new_tokens=9, stop_strings=["bc", "x"], special_texts=SPECIAL)
     assert [output.push(token) for token in (ID["a"], ID["b"], 0, ID["c"])] == [
         Emit("a", 1),
         Hold(),
@@ -239,9 +225,7 @@ def test_stop_strings_match_what_is_shown_across_a_hidden_token() -> None:
         ([">bc"], ("a", ">bc", ">bc")),
     ],
 )
-def test_the_first_match_counts_with_or_without_special_text(
-    strings: list[str], cut: tuple[str, str, str]
-) -> None:
+def test_the_first_match_counts_with_or_without_special_text(strings: list[str], cut: tuple[str, str, str]) -> None:
     output = OutputProcessor(
         detokenizer_of([b"a", b"", b"bc"]),
         max_new_tokens=9,
@@ -288,9 +272,7 @@ def test_endless_incomplete_characters_do_not_pile_up() -> None:
 
 
 def test_half_a_character_can_complete_a_string_at_the_end() -> None:
-    half = OutputProcessor(
-        detokenizer_of(BYTES), max_new_tokens=9, stop_tokens=[33], banned_strings=["a\ufffd"]
-    )
+    half = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=9, stop_tokens=[33], banned_strings=["a\ufffd"])
     assert [half.push(0x61), half.push(0xE2)] == [Hold(), Hold()]
     assert half.push(33) == Rewind(3, (0x61,), "a\ufffd", (0x61, 0xE2, 33))
     assert half.new_tokens == 0

@@ -22,9 +22,7 @@ def test_the_token_in_which_a_banned_string_begins_is_taken_back_whole() -> None
 
 
 def test_a_banned_string_inside_one_token() -> None:
-    output = OutputProcessor(
-        detokenizer_of([b"a BAD one", b"fine"]), max_new_tokens=9, banned_strings=["bad"]
-    )
+    output = OutputProcessor(detokenizer_of([b"a BAD one", b"fine"]), max_new_tokens=9, banned_strings=["bad"])
     assert output.push(0) == Rewind(1, (0,), "a BAD one", (0,))
     assert output.push(1) == Emit("fine", 1)
 
@@ -87,9 +85,7 @@ def test_an_incomplete_character_may_undo_what_ruled_a_string_out() -> None:
 
 
 def test_stop_strings_hold_no_more_because_of_banned_strings() -> None:
-    output = OutputProcessor(
-        toy_detokenizer(), max_new_tokens=99, stop_strings=["aab"], banned_strings=["xy"]
-    )
+    output = OutputProcessor(toy_detokenizer(), max_new_tokens=99, stop_strings=["aab"], banned_strings=["xy"])
     assert push(output, "aaaa") == [Hold(), Hold(), Emit("a", 1), Emit("a", 1)]
 
 
@@ -134,9 +130,7 @@ def test_of_a_stop_string_and_a_banned_one_the_first_counts() -> None:
 
     assert verdict(b"an end, bad") == Stop("stop_string", "an ", 1, "end, bad", 0, "end")
     assert verdict(b"a bad end") == Rewind(1, (0,), "a bad end", (0,))
-    both = OutputProcessor(
-        detokenizer_of([b"ab"]), max_new_tokens=9, stop_strings=["ab"], banned_strings=["A"]
-    )
+    both = OutputProcessor(detokenizer_of([b"ab"]), max_new_tokens=9, stop_strings=["ab"], banned_strings=["A"])
     assert both.push(0) == Rewind(1, (0,), "ab", (0,))
 
 
@@ -148,9 +142,7 @@ def test_going_back_into_a_character() -> None:
         Hold(),
         Rewind(4, (0xE2,), "\u20acx", (0xE2, 0x82, 0xAC, 0x78)),
     ]
-    output = OutputProcessor(
-        detokenizer_of([b"\xe2\x82", b"\xacx", b"\xac"]), max_new_tokens=9, banned_strings=["X"]
-    )
+    output = OutputProcessor(detokenizer_of([b"\xe2\x82", b"\xacx", b"\xac"]), max_new_tokens=9, banned_strings=["X"])
     assert [output.push(0), output.push(1)] == [Hold(), Rewind(1, (1,), "\u20acx", (1,))]
     assert (output.num_held, output.num_revocable) == (1, 1)
     assert output.push(2) == Emit("\u20ac", 2)
@@ -238,9 +230,7 @@ def test_healing_goes_by_bytes() -> None:
 def test_strings_are_looked_for_in_what_a_healed_token_adds() -> None:
     output = OutputProcessor(toy_detokenizer(), max_new_tokens=9, healed_token=ID["He"], stop_strings=["lo"])
     assert push(output, ["Hello"]) == [Stop("stop_string", "l", 1, "lo", 0, "lo")]
-    output = OutputProcessor(
-        toy_detokenizer(), max_new_tokens=9, healed_token=ID["He"], banned_strings=["hell", "LLO"]
-    )
+    output = OutputProcessor(toy_detokenizer(), max_new_tokens=9, healed_token=ID["He"], banned_strings=["hell", "LLO"])
     assert push(output, ["Hello"]) == [Rewind(1, (ID["Hello"],), "llo", (ID["Hello"],))]
     assert (output.healing, output.new_tokens) == (True, 0)
     assert output.blocked_tokens() == {ID["Hello"]}

@@ -24,9 +24,7 @@ REPLACEMENT = "\ufffd"
 class Letter(NamedTuple):
     letter: str
     first_token: int  # the token of its first byte
-    last_token: (
-        int  # the token that makes it complete; the one before, if what followed only showed it broken
-    )
+    last_token: int  # the token that makes it complete; the one before, if what followed only showed it broken
     completed_by_next: bool = False  # the latter
 
 
@@ -70,9 +68,7 @@ class Oracle:
     case: Case
     tokens: list[int] = field(default_factory=list)  # all that stand, released ones too
     released: int = 0
-    char_boundaries: set[int] = field(
-        default_factory=set
-    )  # before these tokens no character is under way any more
+    char_boundaries: set[int] = field(default_factory=set)  # before these tokens no character is under way any more
     rejected: dict[int, list[int]] = field(default_factory=dict)
 
     def letters(self, pieces: list[bytes], final: bool, newest: int = -1) -> tuple[list[Letter], bool]:
@@ -97,9 +93,7 @@ class Oracle:
             found += [Letter(letter, start, len(pieces) - 1) for letter in utf8.decode(b"", True)]
         return found, under_way
 
-    def with_special(
-        self, letters: list[Letter], count: int, silent: bool = False
-    ) -> list[tuple[str, int, int]]:
+    def with_special(self, letters: list[Letter], count: int, silent: bool = False) -> list[tuple[str, int, int]]:
         """Every letter of so many tokens, hidden ones too, its place in the shown text, and its token."""
         out: list[tuple[str, int, int]] = []
         shown = 0
@@ -203,9 +197,7 @@ class Oracle:
         if under_way and not final:
             bans.add(self.incomplete_char_start(pieces))
         opens = {letters[place].first_token for place in open_starts(shown, self.case.stops)}
-        opens |= {
-            spelled[place][2] for place in open_starts("".join([x[0] for x in spelled]), self.case.stops)
-        }
+        opens |= {spelled[place][2] for place in open_starts("".join([x[0] for x in spelled]), self.case.stops)}
         return opens | bans, bans if any(self.case.bans) else set()
 
     def incomplete_char_start(self, pieces: list[bytes]) -> int:
@@ -218,18 +210,14 @@ PARTS = [b"\xe2", b"\x82", b"\xac", b"\xe2\x82", b"\xaca", b"b\xe2", b"\xff", b"
 OTHERS = [b"s", b"i", b"", b"\xc3", b"\xa9", b"\xef\xbf", b"\xbd"]
 OTHERS += [text.encode() for text in ("\u00df", "\u0130", "\u00c9", REPLACEMENT, "a\u00dfb", "\u20acb")]
 ALPHABETS = ["aab", "abA", "ab\u20ac" + REPLACEMENT, "abs<i\u00df\u00e9\u20ac" + REPLACEMENT]
-strings = st.sampled_from(ALPHABETS).flatmap(
-    lambda letters: st.lists(st.text(letters, max_size=4), max_size=3)
-)
+strings = st.sampled_from(ALPHABETS).flatmap(lambda letters: st.lists(st.text(letters, max_size=4), max_size=3))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     pool = draw(st.sampled_from([LETTERS, PARTS, LETTERS + PARTS + OTHERS]))
     pieces = draw(st.lists(st.sampled_from(pool), min_size=2, max_size=8))
-    special = dict(
-        enumerate(draw(st.lists(st.sampled_from(["<a>", "ab", "b", "<"]), max_size=2)), len(pieces))
-    )
+    special = dict(enumerate(draw(st.lists(st.sampled_from(["<a>", "ab", "b", "<"]), max_size=2)), len(pieces)))
     pieces = pieces + [b""] * len(special)
     numbers = st.integers(0, len(pieces) - 1)
     return Case(
@@ -326,11 +314,7 @@ def check_waiting(case: Case, live: list[int], output: OutputProcessor, rewinds:
         part = utf8.decode(case.pieces[token])
         shown, spelled = shown + part, spelled + (part or case.special.get(token, ""))
     folds = [ban.casefold() for ban in case.bans]
-    opens = (
-        open_starts(shown, case.stops)
-        + open_starts(spelled, case.stops)
-        + open_starts(shown.casefold(), folds)
-    )
+    opens = open_starts(shown, case.stops) + open_starts(spelled, case.stops) + open_starts(shown.casefold(), folds)
     waits = bool(utf8.getstate()[0] or opens)
     if not rewinds:
         assert (output.num_held > 0) == waits

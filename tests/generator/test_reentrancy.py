@@ -58,12 +58,8 @@ def test_a_hook_may_cancel_its_own_job(machine: Generator, at: int) -> None:
     machine.enqueue([job, other])
     told = finish(machine)
     assert sum(result["job"] is job and result["stage"] == "streaming" for result in told) == at - 1
-    assert [(result["job"], result["eos_reason"]) for result in told if result["eos"]] == [
-        (other, "max_new_tokens")
-    ]
-    assert other.full_completion == machine.generate(
-        "abc", NEW, gen_settings=Settings.greedy(), completion_only=True
-    )
+    assert [(result["job"], result["eos_reason"]) for result in told if result["eos"]] == [(other, "max_new_tokens")]
+    assert other.full_completion == machine.generate("abc", NEW, gen_settings=Settings.greedy(), completion_only=True)
 
 
 @pytest.mark.parametrize("at", [1, NEW])

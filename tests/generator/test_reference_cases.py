@@ -54,9 +54,7 @@ class ReferenceRun:
     def generated(self, kind: str, number: int) -> tuple[str, dict[str, Any]]:
         """What `generate` answers to the prompts of a kind, and the last results."""
         if kind not in self._done:
-            options = {
-                name: value for name, value in self.cases_of(kind)[0]["args"].items() if name != "prompt"
-            }
+            options = {name: value for name, value in self.cases_of(kind)[0]["args"].items() if name != "prompt"}
             prompts = [case["args"]["prompt"] for case in self.cases_of(kind)]
             answers: dict[int, Any] = {}
             for special in (False, True):
@@ -109,9 +107,7 @@ class ReferenceRun:
 @pytest.fixture(scope="module")
 def reference(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ReferenceRun:
     """The 4.0 bpw model's numbers, written out as floats; test_determinism.py shows that it says the same."""
-    dense = convert_model(
-        fixtures_dir / "tiny-lm-exl2-4.0bpw", tmp_path_factory.mktemp("cases") / "dense", "dense"
-    )
+    dense = convert_model(fixtures_dir / "tiny-lm-exl2-4.0bpw", tmp_path_factory.mktemp("cases") / "dense", "dense")
     return ReferenceRun(json.loads((fixtures_dir / "reference" / "generator_cases.json").read_text()), dense)
 
 

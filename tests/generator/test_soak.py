@@ -63,9 +63,7 @@ class Soak:
 
     def __init__(self, texts: Tokenizer) -> None:
         self.dice, self.checker = Random(3), ResultChecker()
-        recipes = [
-            random_job_spec(self.dice, texts, prefix_lengths=(0, 3, 20, 60, 300)) for _ in range(SPECS)
-        ]
+        recipes = [random_job_spec(self.dice, texts, prefix_lengths=(0, 3, 20, 60, 300)) for _ in range(SPECS)]
         self.specs = [(recipe, run_alone(recipe, texts)) for recipe in recipes]
         self.machine = Generator(Model(max_seq_len=8192), ScriptedCache(16 * 256), texts, max_batch_size=24)
 

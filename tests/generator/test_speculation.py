@@ -110,9 +110,7 @@ def test_sampled_text_is_the_same_token_by_token(which: int, settings: Settings)
         plain, drafted = fresh(), fresh()
         machines = [
             make_engine(repetitive_script),
-            make_engine(
-                repetitive_script, drafter=drafters(repetitive_script)[which], num_draft_tokens=DRAFTS
-            ),
+            make_engine(repetitive_script, drafter=drafters(repetitive_script)[which], num_draft_tokens=DRAFTS),
         ]
         for n, (machine, jobs) in enumerate(zip(machines, (plain, drafted), strict=True)):
             run(machine, *jobs)
@@ -131,9 +129,7 @@ def test_sampled_text_is_the_same_token_by_token(which: int, settings: Settings)
 def test_exactly_as_many_tokens_as_asked_for(new: int, which: int) -> None:
     """Also where the prompt ends next to a page's end: a guess never needs a page more."""
     machine = make_engine(drafter=drafters(alphabet)[which], num_draft_tokens=DRAFTS)
-    results = streaming_results(
-        run(machine, *[job([2 + i % 26 for i in range(n)], new) for n in (3, 254, 256)])
-    )
+    results = streaming_results(run(machine, *[job([2 + i % 26 for i in range(n)], new) for n in (3, 254, 256)]))
     assert [result["new_tokens"] for result in results if result["eos"]] == [new] * 3
     assert len(results) == 3 * new
 
@@ -159,9 +155,7 @@ def test_every_draft_is_accepted_or_rejected(which: int) -> None:
 
 def test_g12_a_text_that_repeats_itself() -> None:
     """Twenty letters in four passes and a few more to learn them, none rejected once they repeat."""
-    machine = make_engine(
-        lambda prefix: [2 + (prefix[-1] - 1) % 4], drafter=NgramDrafter(4), num_draft_tokens=DRAFTS
-    )
+    machine = make_engine(lambda prefix: [2 + (prefix[-1] - 1) % 4], drafter=NgramDrafter(4), num_draft_tokens=DRAFTS)
     last = streaming_results(run(machine, job([2, 3, 4, 5] * 3, 20)))[-1]
     assert (last["new_tokens"], last["accepted_draft_tokens"], last["rejected_draft_tokens"]) == (20, 16, 0)
 

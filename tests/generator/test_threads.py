@@ -66,9 +66,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     return [found[place] for place in range(len(calls))]
 
 
-def test_texts_are_the_same_as_one_by_one(
-    components: tuple[Model, Tokenizer], single_texts: list[str]
-) -> None:
+def test_texts_are_the_same_as_one_by_one(components: tuple[Model, Tokenizer], single_texts: list[str]) -> None:
     """Rounds ran into each other: IndexError from the sampler's tables, or worse."""
     machine = generator(components)
 
@@ -81,9 +79,7 @@ def test_texts_are_the_same_as_one_by_one(
     check_invariants(machine.pages, [])
 
 
-def test_an_iterate_loop_beside_generate_calls(
-    components: tuple[Model, Tokenizer], single_texts: list[str]
-) -> None:
+def test_an_iterate_loop_beside_generate_calls(components: tuple[Model, Tokenizer], single_texts: list[str]) -> None:
     """A thread that iterates gets results of its own jobs only."""
     machine = generator(components)
     jobs = [Job(components[1].encode(prompt), NEW, gen_settings=GREEDY) for prompt in PROMPTS[:4]]

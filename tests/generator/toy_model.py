@@ -40,9 +40,7 @@ class ToyTokenizer:
     bos_token_id, eos_token_id = 1, 0
     extended_id_to_piece = SPECIAL
 
-    def encode(
-        self, text: str, add_bos: bool = False, encode_special_tokens: bool = False, **_: Any
-    ) -> Tensor:
+    def encode(self, text: str, add_bos: bool = False, encode_special_tokens: bool = False, **_: Any) -> Tensor:
         ids = [1] if add_bos else []
         words = PIECES if encode_special_tokens else PIECES[2:]
         while text:
@@ -61,9 +59,7 @@ class ToyTokenizer:
         def starting(number: int) -> list[int]:
             if number in SPECIAL:
                 return [number]
-            return [
-                i for i, piece in enumerate(PIECES) if i not in SPECIAL and piece.startswith(PIECES[number])
-            ]
+            return [i for i, piece in enumerate(PIECES) if i not in SPECIAL and piece.startswith(PIECES[number])]
 
         return {number: starting(number) for number in range(VOCAB)}
 
@@ -84,9 +80,7 @@ class ToyRunner:
         self.log.append(("prefill", 1, stop - start))
         self._write(sequence, sequence.ids[:start], sequence.ids[start:stop])
 
-    def decode(
-        self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
+    def decode(self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[Tensor]:
         self.log.append(("decode", len(sequences), len(tokens[0])))
         out = []
         for sequence, start, fed in zip(sequences, past, tokens, strict=True):
@@ -124,9 +118,7 @@ class AsyncToyRunner(ToyRunner):
         super().__init__(*arguments, **options)
         self._last: list[Tensor] = []
 
-    def decode(
-        self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
+    def decode(self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[Tensor]:
         for answer in self._last:
             answer.fill_(torch.nan)
         self._last = super().decode(sequences, past, tokens)

@@ -15,9 +15,7 @@ EMOJI = list("\U0001f600".encode())
 
 def toy_detokenizer(special: bool = False) -> Detokenizer:
     """The specification's toy vocabulary."""
-    shown = [
-        b"" if number in SPECIAL and not special else piece.encode() for number, piece in enumerate(PIECES)
-    ]
+    shown = [b"" if number in SPECIAL and not special else piece.encode() for number, piece in enumerate(PIECES)]
     return ByteTokenDecoder(shown, False).detokenizer(True)
 
 

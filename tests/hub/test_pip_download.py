@@ -103,9 +103,7 @@ def test_an_interrupted_download_is_reported(tmp_path: Path, monkeypatch: pytest
 
 
 @with_pip
-def test_no_network_is_reported_with_connection_and_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network_is_reported_with_connection_and_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{unused.getsockname()[1]}/simple")
@@ -151,10 +149,7 @@ def test_pips_error_messages_are_extracted() -> None:
     )
     expected = "connection failed: NewConnectionError('[Errno -2] Name not known'); Download failed after 11"
     assert download._reason(log) == f"{expected} attempts"
-    assert (
-        download._reason("ERROR: Exception:\nTraceback:\n  x()\nOSError: [Errno 5] No.\n")
-        == "OSError: [Errno 5] No"
-    )
+    assert download._reason("ERROR: Exception:\nTraceback:\n  x()\nOSError: [Errno 5] No.\n") == "OSError: [Errno 5] No"
     assert download._reason("") == "it gave no reason"
 
 

@@ -121,9 +121,7 @@ def test_files_are_listed_by_model_info(monkeypatch: pytest.MonkeyPatch) -> None
 def test_several_ggufs_are_refused_before_downloading(listing: list[str], answer: Any) -> None:
     listing += ["README.md", "x.Q8_0.gguf", "x.Q4_0.gguf", "BF16/x.gguf"]
     answer(failing(AssertionError("it was downloaded")))
-    with pytest.raises(
-        ModelNotFound, match=r"2 GGUF models: x\.Q4_0\.gguf, .*`hf download owner/name x\.Q4_0"
-    ):
+    with pytest.raises(ModelNotFound, match=r"2 GGUF models: x\.Q4_0\.gguf, .*`hf download owner/name x\.Q4_0"):
         download_snapshot("owner/name", False)
 
 

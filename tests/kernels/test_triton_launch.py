@@ -54,9 +54,7 @@ class FakeDriver:
 
 def compiled_kernel(types: dict[str, str] = TYPES, **changes: Any) -> Any:
     metadata = SimpleNamespace(**(METADATA | changes))
-    return SimpleNamespace(
-        src=SimpleNamespace(signature=types), metadata=metadata, function=77, name="a_kernel"
-    )
+    return SimpleNamespace(src=SimpleNamespace(signature=types), metadata=metadata, function=77, name="a_kernel")
 
 
 def driver_launcher(compiled: Any, driver: Any) -> Any:

@@ -94,9 +94,7 @@ def test_more_tokens_than_any_memory_holds_are_refused(kind: type[CacheBase]) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_tokens_than_a_gpu_holds_are_refused(
-    kind: type[CacheBase], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_tokens_than_a_gpu_holds_are_refused(kind: type[CacheBase], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **options: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 

@@ -29,9 +29,7 @@ def half(x: float) -> float:
 def transform(values: list[float]) -> list[float]:
     """Butterflies: each element plus or minus its partner, whose index differs in one bit, for five bits."""
     for bit in (1, 2, 4, 8, 16):
-        values = [
-            half(values[i ^ bit] - x) if i & bit else half(x + values[i ^ bit]) for i, x in enumerate(values)
-        ]
+        values = [half(values[i ^ bit] - x) if i & bit else half(x + values[i ^ bit]) for i, x in enumerate(values)]
     return values
 
 
@@ -161,9 +159,7 @@ def test_beyond_half_precision_numbers_saturate(bits: int, value: float) -> None
         assert scales.isfinite().all()
         assert back.isfinite().all()
         assert float(back.abs().max()) <= FP16_MAX / 32
-    assert float(dequantize(*quantize(torch.eye(64)[3] * 2000, bits), bits)[3]) == pytest.approx(
-        2000, rel=0.13
-    )
+    assert float(dequantize(*quantize(torch.eye(64)[3] * 2000, bits), bits)[3]) == pytest.approx(2000, rel=0.13)
 
 
 def test_nan_is_propagated() -> None:

@@ -71,14 +71,10 @@ def test_bytes_depend_on_their_own_token_alone(
         start = sum(cuts[row][:piece])
         stop = start + cuts[row][piece]
         own_row = slice(row, row + 1)
-        layer.update(
-            k[own_row, start:stop], v[own_row, start:stop], batch([start], stop - start, pages[own_row])
-        )
+        layer.update(k[own_row, start:stop], v[own_row, start:stop], batch([start], stop - start, pages[own_row]))
     for stored, coder, x in ((layer.keys, layer.key_quantizer, k), (layer.values, layer.value_quantizer, v)):
         for row, cut in enumerate(cuts):
-            for got, want in zip(
-                in_row_order(stored, pages), coder.quantize(x[row, : sum(cut)]), strict=True
-            ):
+            for got, want in zip(in_row_order(stored, pages), coder.quantize(x[row, : sum(cut)]), strict=True):
                 assert torch.equal(got[row, : sum(cut)], want)
 
 
@@ -102,9 +98,7 @@ def test_the_past_is_decoded_and_new_tokens_are_exact(
     k, v = heads(seed, len(pasts), max(pasts) + tokens, shape.kv_heads, shape.head_dim)
     for row, past in enumerate(pasts):
         if past:
-            layer.update(
-                k[row : row + 1, :past], v[row : row + 1, :past], batch([0], past, pages[row : row + 1])
-            )
+            layer.update(k[row : row + 1, :past], v[row : row + 1, :past], batch([0], past, pages[row : row + 1]))
     new_k, new_v = (torch.stack([x[row, p : p + tokens] for row, p in enumerate(pasts)]) for x in (k, v))
     got_k, got_v = layer.update(new_k, new_v, batch(pasts, tokens, pages))
     assert got_k.dtype == k.dtype
@@ -115,9 +109,7 @@ def test_the_past_is_decoded_and_new_tokens_are_exact(
                 assert torch.equal(got[row, :past], coder.dequantize(coder.quantize(x[row, :past])).float())
     for stored, coder, x in ((layer.keys, layer.key_quantizer, k), (layer.values, layer.value_quantizer, v)):
         for row, past in enumerate(pasts):
-            for kept, want in zip(
-                in_row_order(stored, pages), coder.quantize(x[row, : past + tokens]), strict=True
-            ):
+            for kept, want in zip(in_row_order(stored, pages), coder.quantize(x[row, : past + tokens]), strict=True):
                 assert torch.equal(kept[row, : past + tokens], want)
     assert got_k.isfinite().all()
     assert got_v.isfinite().all()

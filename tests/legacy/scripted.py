@@ -71,9 +71,7 @@ def passes(generator: Any) -> list[tuple[str, int, int]]:
     return found
 
 
-def begin_stream(
-    generator: StreamingGenerator, ids: Tensor, settings: Settings | None = None, **options: Any
-) -> None:
+def begin_stream(generator: StreamingGenerator, ids: Tensor, settings: Settings | None = None, **options: Any) -> None:
     """Begin a stream, greedy by default."""
     generator.begin_stream_ex(ids, settings or Settings.greedy(), **options)
 

@@ -134,9 +134,7 @@ def test_sampling_settings_apply(generator: BaseGenerator) -> None:
         PROMPTS[0], narrow, 24, seed=2
     )
     rude = Settings.greedy(token_repetition_penalty=5.0)
-    assert generator.generate_simple(PROMPTS[0], rude, 24) != generator.generate_simple(
-        PROMPTS[0], GREEDY, 24
-    )
+    assert generator.generate_simple(PROMPTS[0], rude, 24) != generator.generate_simple(PROMPTS[0], GREEDY, 24)
 
 
 def test_never_more_than_num_tokens(toy: Tokenizer) -> None:
@@ -188,9 +186,7 @@ def test_special_tokens(model: Model, tokenizer: Tokenizer, generator: BaseGener
     generator.generate_simple(prompt, GREEDY, 1)
     assert generator.sequence_ids is not None
     assert generator.sequence_ids[0, 0] != tokenizer.eos_token_id
-    said = generator.generate_simple(
-        prompt, GREEDY, 1, encode_special_tokens=True, decode_special_tokens=True
-    )
+    said = generator.generate_simple(prompt, GREEDY, 1, encode_special_tokens=True, decode_special_tokens=True)
     assert generator.sequence_ids[0, 0] == tokenizer.eos_token_id
     assert said.startswith(prompt)  # type: ignore[union-attr]
     hidden = generator.generate_simple(prompt, GREEDY, 1, encode_special_tokens=True)

@@ -39,9 +39,7 @@ def test_the_cases_of_exllamav2(fixtures_dir: Path) -> None:
     for case in cases["cases"]:
         settings = Settings(**(cases["base_settings"] | case["settings"]))
         x, ids = inputs[f"logits{case['logits']}"], inputs[f"seq{case['seq']}"]
-        token, tops, top_p, p, ended = call(
-            x, settings, case["random"], sequence_ids=ids, return_top_tokens=16
-        )
+        token, tops, top_p, p, ended = call(x, settings, case["random"], sequence_ids=ids, return_top_tokens=16)
         assert not ended
         if case["exact"]:
             exact += 1
@@ -134,9 +132,7 @@ def test_guidance() -> None:
     token, tops, top_p, _, _ = call(pair, settings, 0.4, return_top_tokens=20)
     assert token.shape == (1, 1)
     wanted = oracle.distribution(oracle.apply_cfg(pair[0, 0].tolist(), pair[1, 0].tolist(), 1.5), settings)
-    assert dict(zip(tops[0, 0].tolist(), top_p[0, 0].tolist(), strict=True)) == pytest.approx(
-        wanted, abs=1e-5
-    )
+    assert dict(zip(tops[0, 0].tolist(), top_p[0, 0].tolist(), strict=True)) == pytest.approx(wanted, abs=1e-5)
 
 
 def test_token_healing_restricts_to_tokens_with_the_prefix() -> None:
@@ -184,10 +180,7 @@ def test_filters_intersect_and_end() -> None:
     token, _, _, _, ended = call(x, greedy, filters=[first, ListFilter(None), ListFilter([3])])
     assert (token.item(), ended) == (3, True)
     assert (
-        call(x, greedy, filters=[ListFilter({0, 9})], filter_prefer_eos=True, tokenizer=ToyTokenizer())[
-            0
-        ].item()
-        == 0
+        call(x, greedy, filters=[ListFilter({0, 9})], filter_prefer_eos=True, tokenizer=ToyTokenizer())[0].item() == 0
     )
     assert call(x, greedy, filters=[MaskFilter([2, 4])])[0].item() == 4
     assert call(x, greedy, filters=[MaskFilter([2, 4]), ListFilter([1, 2])])[0].item() == 2

@@ -18,9 +18,7 @@ OtherWriter = Callable[[Model, Cache, Tokenizer], object]
 
 OTHER_WRITERS: dict[str, OtherWriter] = {
     "forward": lambda model, cache, tokenizer: model.forward(tokenizer.encode(OTHER), cache),
-    "base": lambda model, cache, tokenizer: BaseGenerator(model, cache, tokenizer).generate_simple(
-        OTHER, GREEDY, 9
-    ),
+    "base": lambda model, cache, tokenizer: BaseGenerator(model, cache, tokenizer).generate_simple(OTHER, GREEDY, 9),
     "streaming": lambda model, cache, tokenizer: StreamingGenerator(model, cache, tokenizer).begin_stream_ex(
         tokenizer.encode(OTHER), GREEDY
     ),
@@ -56,9 +54,7 @@ def finish(generator: Generator) -> dict[Job, object]:
     return ends
 
 
-def test_running_jobs_fail_and_queued_ones_run(
-    model: Model, tokenizer: Tokenizer, intrude: OtherWriter
-) -> None:
+def test_running_jobs_fail_and_queued_ones_run(model: Model, tokenizer: Tokenizer, intrude: OtherWriter) -> None:
     wanted = expected(model, tokenizer)
     cache = Cache(model, max_seq_len=1024)
     generator = Generator(model, cache, tokenizer, max_batch_size=1)
@@ -108,9 +104,7 @@ def test_an_overwritten_stream_raises_and_the_next_one_is_correct(
     assert "".join(generator.stream_ex()["chunk"] for _ in range(NEW)) == wanted
 
 
-def test_callers_that_do_not_overlap_both_succeed(
-    model: Model, tokenizer: Tokenizer, intrude: OtherWriter
-) -> None:
+def test_callers_that_do_not_overlap_both_succeed(model: Model, tokenizer: Tokenizer, intrude: OtherWriter) -> None:
     wanted = expected(model, tokenizer)
     cache = Cache(model, max_seq_len=1024)
     generator = Generator(model, cache, tokenizer)

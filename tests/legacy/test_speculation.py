@@ -53,9 +53,7 @@ def confident(model: Scripted, gap: float = 30.0) -> Any:
     return Sure()
 
 
-def make_drafting_generator(
-    toy: Tokenizer, guesses: Any = cycle, count: int = 5, **options: Any
-) -> StreamingGenerator:
+def make_drafting_generator(toy: Tokenizer, guesses: Any = cycle, count: int = 5, **options: Any) -> StreamingGenerator:
     return make_streaming_generator(
         toy,
         cycle,
@@ -261,9 +259,7 @@ def test_no_draft_changes_the_text(toy: Tokenizer, data: Any) -> None:
                 chunks.append(machine.stream_ex(ban_tokens=ban))
                 if chunks[-1]["eos"]:
                     break
-            shown = [
-                (c["chunk"], c["chunk_token_ids"].tolist(), c.get("suppressed"), c["eos"]) for c in chunks
-            ]
+            shown = [(c["chunk"], c["chunk_token_ids"].tolist(), c.get("suppressed"), c["eos"]) for c in chunks]
             assert machine.sequence_ids is not None
             told.append((shown, machine.sequence_ids.tolist()))
         assert told[0] == told[1] == told[2]

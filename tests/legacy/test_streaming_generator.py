@@ -246,17 +246,13 @@ def test_lazy_caches_and_a_chat_loop(fixtures_dir: Path) -> None:
     cache = Cache(model, lazy=True)
     generator = StreamingGenerator(model, cache, Tokenizer(config))
     model.load_autosplit(cache)
-    begin_stream(
-        generator, generator.tokenizer.encode("User: Hello!\nAssistant:", add_bos=True), max_new_tokens=20
-    )
+    begin_stream(generator, generator.tokenizer.encode("User: Hello!\nAssistant:", add_bos=True), max_new_tokens=20)
     assert len(take_chunks(generator)) == 20
 
 
 def test_filters(model: Model, tokenizer: Tokenizer) -> None:
     generator = StreamingGenerator(model, Cache(model, max_seq_len=300), tokenizer)
-    begin_stream(
-        generator, tokenizer.encode("It is a "), filters=[SelectFilter(model, tokenizer, ["dog", "cat"])]
-    )
+    begin_stream(generator, tokenizer.encode("It is a "), filters=[SelectFilter(model, tokenizer, ["dog", "cat"])])
     chunks = take_chunks(generator)
     assert chunk_text(chunks) in ("dog", "cat")
     assert chunks[-1]["eos"]

@@ -73,9 +73,7 @@ def check_against_forward(llm: LLM, wish: GenerationCase, said: GenerationOutput
         logits[0, : len(fits)][~torch.tensor(fits)] = -torch.inf
     *likeliest, following = logits.argmax(-1).tolist()
     assert said.ids == likeliest
-    whole, shorter = (
-        llm.tokenizer.decode(torch.tensor([kept + said.ids[:end]]))[0] for end in (len(said.ids), -1)
-    )
+    whole, shorter = (llm.tokenizer.decode(torch.tensor([kept + said.ids[:end]]))[0] for end in (len(said.ids), -1))
     if wish.stop is None:
         assert len(said.ids) == COUNT + wish.healing
         assert wish.prompt + said.text == whole
@@ -191,9 +189,7 @@ def test_every_entry_point_gives_the_same_tokens(llm: LLM, cache: Cache, wish: G
 @pytest.mark.parametrize("llm", ["tiny-lm"], indirect=True)
 def test_adapters_are_passed_on(llm: LLM, fixtures_dir: Path, tmp_path: Path) -> None:
     lora = Lora.from_directory(llm.model, write_random_lora(fixtures_dir / "tiny-lm", tmp_path, 3))
-    plain, changed = (
-        llm.generate(PROMPT, max_new_tokens=8, settings=GREEDY, loras=used).text for used in ([], lora)
-    )
+    plain, changed = (llm.generate(PROMPT, max_new_tokens=8, settings=GREEDY, loras=used).text for used in ([], lora))
     assert plain != changed
     assert llm.generate(PROMPT, max_new_tokens=8, settings=GREEDY).text == plain
     assert "".join(llm.stream(PROMPT, max_new_tokens=8, settings=GREEDY, loras=lora)) == changed

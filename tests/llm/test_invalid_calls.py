@@ -80,9 +80,7 @@ def test_a_message_without_a_content_is_an_empty_one(llm: LLM) -> None:
 
 def test_an_unknown_template_name(llm: LLM) -> None:
     for ask in (llm.chat, llm.stream):
-        with pytest.raises(
-            InputError, match=r"No chat template is called 'mistral': .* of default, raw, llama"
-        ):
+        with pytest.raises(InputError, match=r"No chat template is called 'mistral': .* of default, raw, llama"):
             ask([{"role": "user", "content": "Hi"}], template={"chat_template": "mistral"}, max_new_tokens=2)
 
 

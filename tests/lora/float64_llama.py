@@ -40,8 +40,7 @@ def attention(x: Tensor, weights: dict[str, Tensor], config: dict[str, Any]) -> 
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config["hidden_size"] // heads
     q, k, v = (
-        (x @ weights[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, size)).transpose(1, 2)
-        for name in "qkv"
+        (x @ weights[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, size)).transpose(1, 2) for name in "qkv"
     )
     q, k = apply_rope(q), apply_rope(k)
     k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))

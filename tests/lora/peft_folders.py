@@ -70,9 +70,7 @@ def write_adapter(
     return adapter
 
 
-def merge_into_model(
-    model: Path, target: Path, *adapters: tuple[Adapter, float], transposed: bool = False
-) -> Path:
+def merge_into_model(model: Path, target: Path, *adapters: tuple[Adapter, float], transposed: bool = False) -> Path:
     """A copy of a model's folder with (adapter, strength) pairs added to its weights.
 
     Embeddings, and with `transposed` all matrices but the head, are stored transposed.

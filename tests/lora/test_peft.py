@@ -45,9 +45,7 @@ def model(folder: Path) -> Model:
     return model
 
 
-def check_equals_merged(
-    model: Model, folder: Path, adapter: peft.Adapter, tmp_path: Path, limit: float = 1e-5
-) -> None:
+def check_equals_merged(model: Model, folder: Path, adapter: peft.Adapter, tmp_path: Path, limit: float = 1e-5) -> None:
     """Compare the adapter's logits with those of its matrices merged."""
     ids = torch.randint(3, 60, (1, 30))
     merged = Model(Config(peft.merge_into_model(folder, tmp_path / "merged", (adapter, 1.0))))
@@ -253,9 +251,7 @@ def test_wrong_options(
 
 @pytest.mark.parametrize("options", [{"fan_in_fan_out": True}, {"init_lora_weights": "gaussian"},
                                      {"target_modules": ["q_proj"], "unheard_of": None}])  # fmt: skip
-def test_options_that_change_nothing(
-    model: Model, folder: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_options_that_change_nothing(model: Model, folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     check_equals_merged(model, folder, peft.write_adapter(tmp_path / "a", SHAPES, **options), tmp_path)
 
 
@@ -308,6 +304,4 @@ def test_fused_and_separate_modules_together_are_refused(tmp_path: Path) -> None
     with pytest.raises(BadFile, match=r"changes layers\.0\.attn\.q, and so does"):
         Lora.from_directory(phi, tmp_path / "a")
     alone = {fused.replace("qkv_proj", "q_proj"): (width, width)}
-    assert Lora.from_directory(phi, peft.write_adapter(tmp_path / "b", alone).folder).roles == (
-        "layers.0.attn.q",
-    )
+    assert Lora.from_directory(phi, peft.write_adapter(tmp_path / "b", alone).folder).roles == ("layers.0.attn.q",)

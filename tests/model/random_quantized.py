@@ -26,9 +26,7 @@ def random_exl2(inputs: int, outputs: int) -> PackedWeight:
     half = inputs // 2
     segments = []
     for bits in (5, 3):
-        scales = Exl2Scales(
-            torch.randint(0, 16, (1, outputs), dtype=torch.uint8), torch.tensor([0.03]).half()
-        )
+        scales = Exl2Scales(torch.randint(0, 16, (1, outputs), dtype=torch.uint8), torch.tensor([0.03]).half())
         codes = pack(torch.randint(0, 1 << bits, (half, outputs)), bits)
         segments.append(Segment(bits, (half,), codes, scales, zero=1 << (bits - 1)))
     order = torch.randperm(inputs).int()

@@ -48,9 +48,7 @@ def test_bucket_rows_equal_the_inputs() -> None:
     for _ in range(60):
         rows, tokens = rng.randint(1, 9), rng.choice((1, 1, 3))
         past = [rng.randrange(3 * PAGE_SIZE) for _ in range(rows)]
-        pages = [
-            [rng.randrange(99) for _ in range(past_len // PAGE_SIZE + rng.randint(2, 4))] for past_len in past
-        ]
+        pages = [[rng.randrange(99) for _ in range(past_len // PAGE_SIZE + rng.randint(2, 4))] for past_len in past]
         new_ids = [[rng.randrange(50) for _ in range(tokens)] for _ in range(rows)]
         on_device = tokens == 1 and rng.random() < 0.6
         logits = graphs.decode(torch.tensor(new_ids).flatten() if on_device else new_ids, past, pages)
@@ -136,9 +134,7 @@ def test_drafts_change_almost_nothing(fixtures_dir: Path, name: str, cache: type
     alone = complete_prompts(fixtures_dir / name, "cuda", cache, batched=False)
     drafted = complete_prompts(fixtures_dir / name, "cuda", cache, batched=False, draft=True)
     for one, other in zip(alone, drafted, strict=True):
-        same = next(
-            (i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one)
-        )
+        same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
         assert same >= 20, (one, other)
 
 
@@ -201,9 +197,7 @@ def run_random_jobs(loaded: ModelWithTokenizer, seed: int) -> dict[int, list[Any
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_async_scheduling_changes_nothing(
-    fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_async_scheduling_changes_nothing(fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """A CPU has no async scheduling; here it is forced, bucket by bucket, without a graph."""
     loaded = ModelWithTokenizer(fixtures_dir / MODELS[0], "cpu")
     plain = run_random_jobs(loaded, seed)
@@ -285,9 +279,7 @@ def test_async_scheduling_changes_nothing_on_a_gpu(
     plain = run_random_jobs(ModelWithTokenizer(fixtures_dir / name, "cuda"), seed)
     assert scheduled_ahead.keys() == plain.keys()
     wrong = [
-        (scheduled_ahead[serial][-1], text[-1])
-        for serial, text in plain.items()
-        if scheduled_ahead[serial] != text
+        (scheduled_ahead[serial][-1], text[-1]) for serial, text in plain.items() if scheduled_ahead[serial] != text
     ]
     assert len(wrong) <= (name == "tiny-lm"), wrong
 

@@ -195,21 +195,15 @@ def test_healing_guidance_penalties_and_drafts(model_and_tokenizer: Any) -> None
         text, last = greedy(generator, prompt, embeddings=[one], return_last_results=True)
         assert text == want
         assert last.get("accepted_draft_tokens", 0) == 0
-        assert greedy(generator, "The cat sat on") == greedy(
-            make_generator(model_and_tokenizer), "The cat sat on"
-        )
+        assert greedy(generator, "The cat sat on") == greedy(make_generator(model_and_tokenizer), "The cat sat on")
     ends = "Look at" + one.text_alias
     assert greedy(make_generator(model_and_tokenizer), ends, embeddings=[one], token_healing=True) == greedy(
         make_generator(model_and_tokenizer), ends, embeddings=[one]
     )
     settings = Settings(token_repetition_penalty=1.2, token_frequency_penalty=0.3, dry_multiplier=0.8)
-    assert make_generator(model_and_tokenizer).generate(
-        prompt, 10, gen_settings=settings, embeddings=[one], seed=1
-    )
+    assert make_generator(model_and_tokenizer).generate(prompt, 10, gen_settings=settings, embeddings=[one], seed=1)
     guided = Settings.greedy(cfg_scale=1.5)
-    assert make_generator(model_and_tokenizer).generate(
-        (prompt, "No"), 10, gen_settings=guided, embeddings=[one]
-    )
+    assert make_generator(model_and_tokenizer).generate((prompt, "No"), 10, gen_settings=guided, embeddings=[one])
 
 
 def test_jobs_refuse_ids_without_an_embedding(model_and_tokenizer: Any) -> None:

@@ -173,9 +173,7 @@ def test_left_padded_rows_decode_token_by_token(model: Model) -> None:
     cache = Cache(model, batch_size=2, max_seq_len=32)
     model.forward(padded, cache, input_mask=mask, position_offsets=offsets, preprocess_only=True)
     new = ids(2, 6)
-    steps = [
-        model.forward(token, cache, input_mask=mask, position_offsets=offsets) for token in new.split(1, 1)
-    ]
+    steps = [model.forward(token, cache, input_mask=mask, position_offsets=offsets) for token in new.split(1, 1)]
     for row, alone in enumerate(rows):
         want = model.forward(torch.cat((alone, new[row : row + 1]), 1))[0, -6:]
         assert close(torch.cat(steps, 1)[row], want)
@@ -273,18 +271,14 @@ def test_masks_and_positions_of_another_kind_are_refused(model: Model) -> None:
     x = ids(1, 3)
     hidden = torch.tensor([[0, 1, 1]])
     for mask in (hidden, [[0, 1, 1]]):
-        with pytest.raises(
-            InputError, match=r"input_mask must be a tensor of True and False.*mask\.bool\(\)"
-        ):
+        with pytest.raises(InputError, match=r"input_mask must be a tensor of True and False.*mask\.bool\(\)"):
             model.forward(x, input_mask=mask)  # type: ignore[arg-type]
     added = torch.where(hidden > 0, 0.0, -torch.inf)
     assert torch.equal(model.forward(x, input_mask=hidden.bool()), model.forward(x, input_mask=added))
     for name in ("positions", "position_offsets"):
         with pytest.raises(InputError, match=f"{name} must be a tensor, found list"):
             model.forward(x, **{name: [[0, 1, 2]]})  # type: ignore[arg-type]
-    moved = [
-        model.forward(x, position_offsets=torch.tensor([2], dtype=dtype)) for dtype in (None, torch.half)
-    ]
+    moved = [model.forward(x, position_offsets=torch.tensor([2], dtype=dtype)) for dtype in (None, torch.half)]
     assert torch.equal(*moved)
 
 
@@ -293,9 +287,7 @@ def test_a_cache_of_another_model_is_refused(model: Model, tmp_path: Path) -> No
     other.load()
     cache = Cache(other, max_seq_len=256)
     for use in (lambda: model.forward(ids(1, 3), cache), lambda: model.runner(cache)):
-        with pytest.raises(
-            InputError, match=r"it has 3 layers with 4 heads of 8, this model 2 .* 2 heads of 8"
-        ):
+        with pytest.raises(InputError, match=r"it has 3 layers with 4 heads of 8, this model 2 .* 2 heads of 8"):
             use()
     other = Model(model.config)
     other.load()

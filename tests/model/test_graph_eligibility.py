@@ -35,9 +35,7 @@ def test_backends_decide_whether_graphs_are_captured(
 ) -> None:
     config = Config(write_model_folder(tmp_path, SHAPES[shape], 64)).freeze()
     roles = [
-        (f"layers.{i}.{part}", backend)
-        for i in (0, 1)
-        for part, backend in (("attn", attention), ("mlp", experts))
+        (f"layers.{i}.{part}", backend) for i in (0, 1) for part, backend in (("attn", attention), ("mlp", experts))
     ]
     records = [DispatchRecord(role, backend, "") for role, backend in roles if backend]
     backends = BackendList([ReferenceBackend(CPU, torch.float16)], records)

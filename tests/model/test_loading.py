@@ -43,9 +43,7 @@ def test_a_bar_or_a_callback_but_not_both(tmp_path: Path, capsys: pytest.Capture
     assert "4/4" in capsys.readouterr().err
 
 
-def test_a_removed_variable_is_refused_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_variable_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(Config(tiny.make(tmp_path)))
     monkeypatch.setenv("EXLM_STAGING", "1")
     with pytest.raises(InputError, match="EXLM_STAGING is no longer supported"):
@@ -131,9 +129,7 @@ def test_a_split_that_gives_the_devices_here_nothing_or_too_little_is_refused(
     model = Model(config)
     with pytest.raises(InputError, match=r"gpu_split \[0, 24\] gives nothing to the devices .* \(cpu\)"):
         model.load([0, 24])
-    with pytest.raises(
-        DoesNotFit, match=r"usable are cpu 0\.0 MB\. Raise the numbers of gpu_split .*leave it"
-    ):
+    with pytest.raises(DoesNotFit, match=r"usable are cpu 0\.0 MB\. Raise the numbers of gpu_split .*leave it"):
         model.load([1e-6, 24])
     assert "[24] is ignored" in caplog.messages[-1]
     with pytest.raises(InputError, match="found '24'"):  # ignored numbers are validated, too
@@ -149,9 +145,7 @@ def test_reserves_for_devices_that_are_not_here_are_ignored_with_one_warning(
     model = Model(config)
     model.load_autosplit(Cache(model, lazy=True), reserve_vram=[1, 2, 3])
     [message] = caplog.messages
-    assert message.startswith(
-        "reserve_vram has 3 numbers, and only 1 of them for devices that are here (cpu)"
-    )
+    assert message.startswith("reserve_vram has 3 numbers, and only 1 of them for devices that are here (cpu)")
     assert "[2, 3] is ignored" in message
 
 
@@ -161,9 +155,7 @@ def test_an_invalid_gpu_split_is_explained(tmp_path: Path, wrong: Any) -> None:
     config.device = "cpu"
     model = Model(config)
     for load in (model.load, model.load_tp, model.load_pipeline):
-        with pytest.raises(
-            InputError, match=r"gpu_split is a list with GB for each device, as in \[20, 24\]"
-        ):
+        with pytest.raises(InputError, match=r"gpu_split is a list with GB for each device, as in \[20, 24\]"):
             load(gpu_split=wrong)
     assert not model.loaded
 

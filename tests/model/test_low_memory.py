@@ -82,7 +82,5 @@ def test_a_file_larger_than_the_address_space_is_named_with_its_size(tmp_path: P
     with path.open("r+b") as file:
         file.truncate(2 << 30)
     found = outcomes("model", path, (256, 4096))
-    assert found[256].startswith(
-        f"DoesNotFit: {path}: 2,147,483,648 bytes cannot be mapped: there is too little"
-    )
+    assert found[256].startswith(f"DoesNotFit: {path}: 2,147,483,648 bytes cannot be mapped: there is too little")
     assert found[4096] == "ok"

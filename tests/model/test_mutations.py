@@ -109,9 +109,7 @@ HEADER_EDITS: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
 
 
 @pytest.mark.parametrize(("description", "edit"), HEADER_EDITS, ids=[words for words, _ in HEADER_EDITS])
-def test_false_headers_are_refused(
-    tmp_path: Path, description: str, edit: Callable[[dict[str, Any]], None]
-) -> None:
+def test_false_headers_are_refused(tmp_path: Path, description: str, edit: Callable[[dict[str, Any]], None]) -> None:
     path = make_exl2(tmp_path / "model")
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])

@@ -18,23 +18,17 @@ SMALL = st.integers(0, 12)
 @st.composite
 def module_lists(draw: st.DrawFn) -> list[ModuleMemory]:
     """Modules of which the last may share weights with the first, as a tied head does."""
-    modules = draw(
-        st.lists(st.builds(ModuleMemory, st.just("part"), SMALL, SMALL, SMALL), min_size=1, max_size=6)
-    )
+    modules = draw(st.lists(st.builds(ModuleMemory, st.just("part"), SMALL, SMALL, SMALL), min_size=1, max_size=6))
     if len(modules) > 1:
         modules[-1] = replace(modules[-1], shared=draw(st.integers(0, modules[0].weights)))
     return modules
 
 
 MODULES = module_lists()
-CAPACITIES = st.lists(
-    st.builds(DeviceCapacity, st.just("device"), st.integers(0, 60)), min_size=1, max_size=4
-)
+CAPACITIES = st.lists(st.builds(DeviceCapacity, st.just("device"), st.integers(0, 60)), min_size=1, max_size=4)
 
 
-def is_valid_placement(
-    modules: list[ModuleMemory], placement: list[int], capacities: list[DeviceCapacity]
-) -> bool:
+def is_valid_placement(modules: list[ModuleMemory], placement: list[int], capacities: list[DeviceCapacity]) -> bool:
     """Whether all modules fit, computed independently."""
     for index, capacity in enumerate(capacities):
         placed = [module for module, device in zip(modules, placement, strict=True) if device == index]
@@ -46,15 +40,9 @@ def is_valid_placement(
 
 
 @given(MODULES, CAPACITIES)
-def test_a_placement_is_found_if_there_is_one(
-    modules: list[ModuleMemory], capacities: list[DeviceCapacity]
-) -> None:
+def test_a_placement_is_found_if_there_is_one(modules: list[ModuleMemory], capacities: list[DeviceCapacity]) -> None:
     placements = combinations_with_replacement(range(len(capacities)), len(modules))
-    possible = [
-        list(placement)
-        for placement in placements
-        if is_valid_placement(modules, list(placement), capacities)
-    ]
+    possible = [list(placement) for placement in placements if is_valid_placement(modules, list(placement), capacities)]
     if not possible:
         with pytest.raises(DoesNotFit, match="Turn this"):
             place_modules(modules, capacities, "Turn this.")

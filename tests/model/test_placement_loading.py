@@ -59,9 +59,7 @@ def module_bytes(model: Model, cache: CacheBase) -> list[int]:
         compute_profile(frozen, [DeviceInfo("", CPU, 0)], cache.max_seq_len),
         cache.layer_bytes(),
     )
-    return [module.weights + module.cache for module in modules] + [
-        max(module.workspace for module in modules)
-    ]
+    return [module.weights + module.cache for module in modules] + [max(module.workspace for module in modules)]
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", [Cache, CacheFP8])
 @pytest.mark.parametrize("devices", [1, 2, 3, 5])
-def test_a_model_over_several_devices_is_the_same_model(
-    folder: Path, kind: type[CacheBase], devices: int
-) -> None:
+def test_a_model_over_several_devices_is_the_same_model(folder: Path, kind: type[CacheBase], devices: int) -> None:
     model = Model(Config(folder))
     cache = kind(model, max_seq_len=256, lazy=True)
     *modules, workspace = module_bytes(model, cache)
@@ -160,9 +156,7 @@ def test_a_plan_without_tokens_is_refused(folder: Path, wrong: dict[str, Any], w
     with pytest.raises(InputError, match=words):
         Model(Config(folder)).plan(**{"context": 256, **wrong})
     model = Model(Config(folder))
-    assert model.plan(256, memory=[1], reserve_vram=5e8) == model.plan(
-        256, memory=[1], reserve_vram=[500000000]
-    )
+    assert model.plan(256, memory=[1], reserve_vram=5e8) == model.plan(256, memory=[1], reserve_vram=[500000000])
     assert not model.plan(10**30, users=10**30, memory=[1]).fits
 
 
@@ -200,9 +194,7 @@ def test_a_tied_head_gets_its_own_table_elsewhere(tmp_path: Path) -> None:
     assert torch.equal(model.forward(IDS), loaded(folder).forward(IDS))
 
 
-@pytest.mark.parametrize(
-    "name", ["tiny-lm", "tiny-lm-exl2-4.0bpw", "tiny-lm-gptq-g128-act", "gptqmodel-w4-g32-v2"]
-)
+@pytest.mark.parametrize("name", ["tiny-lm", "tiny-lm-exl2-4.0bpw", "tiny-lm-gptq-g128-act", "gptqmodel-w4-g32-v2"])
 def test_the_estimate_is_what_loading_takes(fixtures_dir: Path, name: str) -> None:
     frozen = Config(fixtures_dir / name).freeze()
     source, hidden, vocab = open_checkpoint(frozen), frozen.spec.hidden, frozen.spec.vocab
@@ -213,9 +205,7 @@ def test_the_estimate_is_what_loading_takes(fixtures_dir: Path, name: str) -> No
     for role, wide, high, bias in matrices(frozen.spec):
         weight = source.weight(role, wide, high, bias=bias, dtype=torch.float32, device=CPU)
         loaded_bytes[role[:8]] = loaded_bytes.get(role[:8], 0) + weight.nbytes
-    loaded_bytes["embedding"] = source.weight(
-        "embed", hidden, vocab, bias=False, dtype=None, device=CPU
-    ).nbytes
+    loaded_bytes["embedding"] = source.weight("embed", hidden, vocab, bias=False, dtype=None, device=CPU).nbytes
     for module in modules:
         assert loaded_bytes[module.name] * 0.98 <= module.weights <= loaded_bytes[module.name] * 1.1
 
@@ -277,9 +267,7 @@ def test_twenty_loads_leave_nothing_behind(folder: Path) -> None:
 def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA of all matrices, including the embedding."""
     table = ("model.embed_tokens", 64, 32)
-    return peft.write_adapter(
-        tmp_path_factory.mktemp("lora"), peft.matrix_shapes(folder), embedding=table
-    ).folder
+    return peft.write_adapter(tmp_path_factory.mktemp("lora"), peft.matrix_shapes(folder), embedding=table).folder
 
 
 def test_an_adapter_over_several_devices(folder: Path, adapter: Path) -> None:
@@ -330,9 +318,7 @@ def test_memory_that_is_free_is_read_from_the_system() -> None:
     assert abs(list_devices("cpu")[0].free / 1024 - int(found[1])) < 2e6
 
 
-def test_prompts_on_a_gpu_need_room_for_matrices_in_full(
-    fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_on_a_gpu_need_room_for_matrices_in_full(fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = Config(fixtures_dir / "tiny-lm-exl2-4.0bpw").freeze()
     source, num_layers, layer = open_checkpoint(frozen), len(frozen.spec.layers), frozen.spec.layers[0]
     hidden, attn, width = frozen.spec.hidden, layer.attn, layer.mlp.width

@@ -116,9 +116,7 @@ def test_explain_has_the_same_order_each_time(tmp_path: Path) -> None:
 
 def test_fused_tensors_are_split(tmp_path: Path) -> None:
     folder = zoo.build("Phi3ForCausalLM", tmp_path / "model").folder
-    replace_matrices(
-        folder, tmp_path / "dense", gptq.write, random_gptq, r"(qkv|gate_up|o|down)_proj\.weight"
-    )
+    replace_matrices(folder, tmp_path / "dense", gptq.write, random_gptq, r"(qkv|gate_up|o|down)_proj\.weight")
     assert_same_logits(folder, tmp_path / "dense")
 
 

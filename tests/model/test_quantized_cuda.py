@@ -49,9 +49,7 @@ def test_reader_threads_use_the_loading_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["0", "1"])
-def test_peak_memory_is_that_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
-) -> None:
+def test_peak_memory_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     monkeypatch.setenv("EXLM_CUDA", kernels)
     sizes = {"hidden_size": 1024, "intermediate_size": 3584, "vocab_size": 32768, "num_hidden_layers": 12}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}

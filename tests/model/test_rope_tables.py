@@ -21,9 +21,7 @@ def test_a_length_of_a_billion_is_refused_and_a_shorter_one_loads(tmp_path: Path
     model = Model(Config(folder))
     model.list_devices = lambda requested: [DeviceInfo("cpu", CPU, 1 << 34)]
     assert model.config.max_seq_len == 10**9
-    with pytest.raises(
-        DoesNotFit, match=r"config\.max_seq_len is 1,000,000,000, .* take 59\.60 GB on cpu"
-    ) as raised:
+    with pytest.raises(DoesNotFit, match=r"config\.max_seq_len is 1,000,000,000, .* take 59\.60 GB on cpu") as raised:
         model.load()
     assert str(folder) in str(raised.value)
     assert not model.loaded

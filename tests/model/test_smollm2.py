@@ -27,9 +27,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def cases(fixtures_dir: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((fixtures_dir / "reference" / "smollm2.json").read_text())[
-        "cases"
-    ]
+    found: list[dict[str, Any]] = json.loads((fixtures_dir / "reference" / "smollm2.json").read_text())["cases"]
     return found
 
 

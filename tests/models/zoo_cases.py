@@ -72,14 +72,10 @@ CASES: list[Case] = [
     _case("yi", "YiForCausalLM"),
     _case("orion", "OrionForCausalLM"),
     _case("qwen2", "Qwen2ForCausalLM"),
-    _case(
-        "qwen2-window", "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=40, max_window_layers=2
-    ),
+    _case("qwen2-window", "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=40, max_window_layers=2),
     _case("qwen2-yarn", "Qwen2ForCausalLM", rope_parameters=YARN),
     _case("qwen3", "Qwen3ForCausalLM"),
-    _case(
-        "qwen3-window", "Qwen3ForCausalLM", use_sliding_window=True, sliding_window=40, max_window_layers=2
-    ),
+    _case("qwen3-window", "Qwen3ForCausalLM", use_sliding_window=True, sliding_window=40, max_window_layers=2),
     _case("qwen3-moe", "Qwen3MoeForCausalLM", norm_topk_prob=True),
     _case("qwen3-moe-native", "Qwen3MoeForCausalLM", norm_topk_prob=True, layout="native"),
     _case("qwen3-moe-raw-shares", "Qwen3MoeForCausalLM", norm_topk_prob=False),
@@ -123,9 +119,7 @@ CASES: list[Case] = [
     _case("dbrx", "DbrxForCausalLM"),
     _case("dbrx-raw-shares", "DbrxForCausalLM", ffn_config={"moe_normalize_expert_weights": None}),
     _case("phi3", "Phi3ForCausalLM"),
-    _case(
-        "phi3-partial", "Phi3ForCausalLM", rope_parameters={"partial_rotary_factor": 0.5}, sliding_window=None
-    ),
+    _case("phi3-partial", "Phi3ForCausalLM", rope_parameters={"partial_rotary_factor": 0.5}, sliding_window=None),
     _case("phi3-longrope", "Phi3ForCausalLM", rope_parameters=LONGROPE, **ORIGINAL, sliding_window=None),
     _case(
         "phi3-longrope-partial",

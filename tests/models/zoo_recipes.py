@@ -54,9 +54,7 @@ class UnsavedModel:
     embedding: float = 0.5  # the spread of the embedding table
     active: int = 0  # experts of a token
     rename_tensors: Callable[[Tensors], Tensors] | None = None  # name in transformers → published name
-    rewrite_config: Callable[[Config], Config] | None = (
-        None  # transformers' config.json → this architecture's
-    )
+    rewrite_config: Callable[[Config], Config] | None = None  # transformers' config.json → this architecture's
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,7 @@ def test_spans_among_ids() -> None:
     rows = torch.full((len(ids), 8), float("nan"))
     for run in embedding_spans(ids, [one, two]):
         rows[run.start : run.start + run.length] = run.vectors
-    want = {
-        number: vector for e in (one, two) for number, vector in zip(e.get_ids(), e.embeddings, strict=True)
-    }
+    want = {number: vector for e in (one, two) for number, vector in zip(e.get_ids(), e.embeddings, strict=True)}
     for number, vector in zip(ids, rows, strict=True):
         assert bool(vector.isnan().all()) if number < 10**9 else torch.equal(vector, want[number])
     with pytest.raises(InputError, match=rf"Id {b} stands for.*given: {a} to {a + 2}"):

@@ -43,9 +43,7 @@ def expected_positions(pieces: list[Piece]) -> list[list[int]]:
 sizes = st.integers(1, 4)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 5), sizes, sizes, sizes, st.integers(0, 2)), max_size=5), st.booleans()
-)
+@given(st.lists(st.tuples(st.integers(0, 5), sizes, sizes, sizes, st.integers(0, 2)), max_size=5), st.booleans())
 def test_positions_match_the_definition(pieces: list[Piece], merged: bool) -> None:
     ids, embeddings = [], []
     for text, frames, rows, columns, side in pieces:
@@ -91,7 +89,4 @@ def test_logits_are_those_of_transformers(chunk: int, tmp_path: Path) -> None:
     assert float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max()) < 1e-5
     extras = model.make_extras(ids[0].tolist(), None, embeddings)
     assert torch.equal(extras.mrope_slice(5, 40)[:, : ids.shape[1] - 5], positions[:, 0, 5:])
-    assert (
-        extras.mrope_slice(40, 42).tolist()
-        == [[40 + after + 4 - ids.shape[1], 41 + after + 4 - ids.shape[1]]] * 3
-    )
+    assert extras.mrope_slice(40, 42).tolist() == [[40 + after + 4 - ids.shape[1], 41 + after + 4 - ids.shape[1]]] * 3

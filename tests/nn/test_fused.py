@@ -142,9 +142,7 @@ def test_many_tokens_use_separate_products() -> None:
 def test_loras_see_every_matrix() -> None:
     layer = CountingLayer()
     fused_linear = SeparateMatrices(layer.q, layer.k, layer.v)
-    fused = FusedBlock(
-        layer.block, fused_linear, fused_linear, FusedMlp(fused_linear, fused_linear), MAX_FUSED_TOKENS
-    )
+    fused = FusedBlock(layer.block, fused_linear, fused_linear, FusedMlp(fused_linear, fused_linear), MAX_FUSED_TOKENS)
     run(fused, torch.randn(2, 6, HIDDEN), batch(6, [(LoraRef(1, 1.0),)] * 2))
     assert layer.call_counts() == [1] * 7
     assert fused_linear.num_calls == 0

@@ -80,9 +80,7 @@ JOBS: dict[str, Stopped] = {
     "second-try": Stopped(
         ("behind aim.json", "behind streams.1.safetensors"), (*MEASURED, LAYERS[0]), {"max_kld": 0.02}, None
     ),
-    "gptq": Stopped(
-        ("behind streams.1.safetensors",), LAYERS[:1], {"method": "gptq", "group_size": 32}, "gptq"
-    ),
+    "gptq": Stopped(("behind streams.1.safetensors",), LAYERS[:1], {"method": "gptq", "group_size": 32}, "gptq"),
 }
 
 

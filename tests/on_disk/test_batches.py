@@ -62,9 +62,7 @@ def fresh(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     return answers((place / OUTPUT).read_text())
 
 
-def test_a_batch_goes_on_where_it_stopped(
-    fresh: list[dict[str, Any]], unpacked: Path, tmp_path: Path
-) -> None:
+def test_a_batch_goes_on_where_it_stopped(fresh: list[dict[str, Any]], unpacked: Path, tmp_path: Path) -> None:
     place, done = begun("half", unpacked, tmp_path), done_in("half")
     assert 0 < len(done) < len(fresh) - 3
     assert not (place / JOURNAL).read_bytes().endswith(b"\n")  # the last record was being written

@@ -37,10 +37,7 @@ def planned(file: Path, folder: Path) -> list[tuple[int, ...]]:
 
     assert tuned_file(file.parent, "NVIDIA H200") == file
     tuned = TuneCache(EmulatedModuleCache(folder), file)  # type: ignore[arg-type]
-    alone = [
-        tuned.product([repack(weight(kind))])
-        for kind in ("4 bits", "6 and 4 bits", "minimums", "zero points")
-    ]
+    alone = [tuned.product([repack(weight(kind))]) for kind in ("4 bits", "6 and 4 bits", "minimums", "zero points")]
     pair = tuned.product(unify_groups([repack(weight("4 bits"))] * 2), None, "silu")
     return [astuple(product.plan) for product in (*alone, pair)]
 
@@ -61,9 +58,7 @@ def test_plans_are_used_by_the_version_that_made_them(tmp_path: Path) -> None:
     assert all(one != other for one, other in zip(usual[:3], expected[:3], strict=True))
 
 
-def test_the_default_model_is_found_without_reading_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_model_is_found_without_reading_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty file as large and as old as the one that was checked stands for it."""
     monkeypatch.setenv("EXLM_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -74,9 +69,7 @@ def test_the_default_model_is_found_without_reading_it_again(
         sparse.truncate(int(stamp.read_text().split()[3]))
     os.utime(file, (MTIME, MTIME))
     assert find_model() == file
-    assert file.relative_to(tmp_path).as_posix() == (
-        "models/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
+    assert file.relative_to(tmp_path).as_posix() == ("models/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 def chat(model: Path, *lines: str) -> subprocess.CompletedProcess[str]:
@@ -93,9 +86,7 @@ def chat(model: Path, *lines: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_saved_conversation_is_taken_up_again(unpacked: Path, tmp_path: Path) -> None:
     before, again = json.loads((DATA / "chat.json").read_text()), tmp_path / "again.json"
-    ended = chat(
-        unpacked / "source", f"/load {DATA / 'chat.json'}", f"/save {again}", "Go on.", f"/save {again}2"
-    )
+    ended = chat(unpacked / "source", f"/load {DATA / 'chat.json'}", f"/save {again}", "Go on.", f"/save {again}2")
     assert ended.returncode == 0, ended.stderr
     now = json.loads(again.read_text())
     assert now["messages"] == before["messages"]

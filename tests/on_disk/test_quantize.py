@@ -81,9 +81,7 @@ def test_a_job_resumes_to_the_same_model(
 
 
 @pytest.mark.parametrize("name", ["exl2", "gptq"])
-def test_models_have_the_bytes_that_0_1_0_gave_them(
-    name: str, whole: dict[str, Path], facts: dict[str, Any]
-) -> None:
+def test_models_have_the_bytes_that_0_1_0_gave_them(name: str, whole: dict[str, Path], facts: dict[str, Any]) -> None:
     """On the same kind of machine only. A change that is meant to change weights ends this test."""
     if machine() != facts["machine"]:
         pytest.skip(f"the data was made on {facts['machine']}, this is {machine()}")
@@ -93,9 +91,7 @@ def test_models_have_the_bytes_that_0_1_0_gave_them(
 def test_another_target_resumes_after_the_measurement(unpacked: Path, tmp_path: Path) -> None:
     target, steps = begun("measured", unpacked, tmp_path), []
     options = {**JOBS["measured"].asked(tmp_path), "bits": 6.0}
-    quantize_model(
-        tmp_path / "source", target, **options, progress=lambda done, total, what: steps.append(what)
-    )
+    quantize_model(tmp_path / "source", target, **options, progress=lambda done, total, what: steps.append(what))
     assert not {*MEASURED} & {*steps}
     assert validate_exl2(target) == []
     assert 5.5 < evaluate_model(target, ids=torch.arange(3, 67)[None]).bits <= 6.0

@@ -56,9 +56,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
             )
 
-    def start(
-        self, module: str, tasks: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[Channel], list[ForkedProcess]]:
+    def start(self, module: str, tasks: Sequence[Mapping[str, Any]]) -> tuple[list[Channel], list[ForkedProcess]]:
         """Replaces `workers.start_workers`."""
         assert module == "exlm.model.multiprocess"
         channels, processes = [], []

@@ -20,9 +20,7 @@ TYPES = st.sampled_from([torch.int64, torch.int32, torch.bool, torch.float32])
 
 
 @given(VALUES, st.dictionaries(st.text(max_size=5), st.tuples(SHAPES, TYPES), max_size=4))
-def test_a_message_arrives(
-    values: dict[str, object], layouts: dict[str, tuple[list[int], torch.dtype]]
-) -> None:
+def test_a_message_arrives(values: dict[str, object], layouts: dict[str, tuple[list[int], torch.dtype]]) -> None:
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in layouts.items()}
     sender, receiver = socket.socketpair()
     with sender, receiver:

@@ -128,9 +128,7 @@ EXTRA_CHECKS: dict[tuple[str, int], list[Check]] = {  # further checks for some 
 
 
 @pytest.mark.parametrize(("form", "ranks"), EXTRA_CHECKS)
-def test_tensor_parallel_equals_one_process(
-    fixtures_dir: Path, adapters: list[Path], form: str, ranks: int
-) -> None:
+def test_tensor_parallel_equals_one_process(fixtures_dir: Path, adapters: list[Path], form: str, ranks: int) -> None:
     """With every cache: batches, cancelling, page copies and a draft model; then n-gram drafts."""
     folder = fixtures_dir / FORMATS[form]
     single, draft = single_process_model(folder), single_process_model(fixtures_dir / "tiny-lm-exl2-4.0bpw")
@@ -151,10 +149,7 @@ def test_tensor_parallel_equals_one_process(
             )
         )
         assert (
-            plain
-            == ngram_draft
-            == model_draft
-            == make_generator(single).generate(PROMPTS[0], 10, gen_settings=GREEDY)
+            plain == ngram_draft == model_draft == make_generator(single).generate(PROMPTS[0], 10, gen_settings=GREEDY)
         )
         for check in EXTRA_CHECKS[form, ranks]:
             check(model, single, adapters)
@@ -186,8 +181,6 @@ def test_pipeline_parallel_equals_one_process(
     with parallel_model(folder, ranks, "load_pipeline") as model:
         assert all(map(torch.equal, forward_outputs(model), forward_outputs(single)))
         for kind in CACHE_CLASSES[::2]:
-            assert run_session(model, kind, use_ngram_draft=True) == run_session(
-                single, kind, use_ngram_draft=True
-            )
+            assert run_session(model, kind, use_ngram_draft=True) == run_session(single, kind, use_ngram_draft=True)
         check_same_adapters(model, single, adapters, bound=0)
         kill_worker(model, victim - 1, adapters[0])

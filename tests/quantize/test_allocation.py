@@ -51,8 +51,7 @@ def test_many_sets_come_close_to_the_lagrange_bound() -> None:
     hulls = [lower_hull(candidates) for candidates in candidate_sets]
     prices = sorted((a.kl_cost - b.kl_cost) / (b.bits - a.bits) for one in hulls for a, b in pairwise(one))
     bound = max(  # Lagrange: no allocation within the budget can be better
-        sum(min(c.kl_cost + price * c.bits for c in candidates) for candidates in candidate_sets)
-        - price * 60 * 400
+        sum(min(c.kl_cost + price * c.bits for c in candidates) for candidates in candidate_sets) - price * 60 * 400
         for price in prices
     )
     assert found.kl_cost <= 1.02 * bound

@@ -112,9 +112,7 @@ def test_rows_have_full_length_and_begin_with_bos(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "every"), [("Gemma", True), ("Llama", False)])
-def test_bos_is_prepended_to_every_row_where_the_model_requires_it(
-    family: str, every: bool, tmp_path: Path
-) -> None:
+def test_bos_is_prepended_to_every_row_where_the_model_requires_it(family: str, every: bool, tmp_path: Path) -> None:
     folder = tiny.make_chat_folder(tmp_path / "m", architectures=[f"{family}ForCausalLM"], head_dim=8)
     config = Config(folder)
     tokenizer = Tokenizer(config)

@@ -44,9 +44,7 @@ class Times:
         torch.mul(x, self.factor, out=out)
 
 
-def run_uncaptured(
-    _: GraphCache, function: GraphFunction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> None:
+def run_uncaptured(_: GraphCache, function: GraphFunction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Without capture, but with contiguous copies of the tensors, as a graph has them."""
     own, out = ([t.clone(memory_format=torch.contiguous_format) for t in each] for each in (inputs, outputs))
     function(*own, *out)
@@ -109,9 +107,7 @@ def test_the_oldest_graphs_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("inputs", "columns"), [(160, 70), (192, 128)])
-def test_graphs_give_the_same_bits_as_direct_calls(
-    inputs: int, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_give_the_same_bits_as_direct_calls(inputs: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the same device, to the last bit: every step of the solver, of the measurement and of GPTQ."""
     generator = torch.Generator().manual_seed(2)
     w = torch.randn(inputs, columns, generator=generator).cuda()

@@ -68,9 +68,7 @@ def test_exlm_eval_prints_and_writes_the_report(folder: Path, tmp_path: Path) ->
         "--report": tmp_path / "report",
     }
     arguments = [str(word) for pair in options.items() for word in pair]
-    done = CliRunner(env={"COLUMNS": "160"}).invoke(
-        app, ["eval", str(folder), *arguments, "--no-speed", "-q"]
-    )
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["eval", str(folder), *arguments, "--no-speed", "-q"])
     assert done.exit_code == 0, done.output
     for words in ("perplexity", "top-1 agreement", "100.00%"):
         assert words in done.stdout
@@ -121,9 +119,7 @@ def test_missing_or_short_text_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_rows_longer_than_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
-    short = tiny.make_chat_folder(
-        tmp_path / "short", hidden_size=64, intermediate_size=96, max_position_embeddings=64
-    )
+    short = tiny.make_chat_folder(tmp_path / "short", hidden_size=64, intermediate_size=96, max_position_embeddings=64)
     text = tmp_path / "text.txt"
     text.write_text("The river rose, and the bridge held. " * 80)
     words = r"A row of {} tokens is longer than .*{} can read: take a length of at most {}"
@@ -151,13 +147,9 @@ def test_invalid_ids_are_refused(folder: Path, ids: Any) -> None:
 def test_models_that_cannot_be_timed_are_still_evaluated(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    short = tiny.make_chat_folder(
-        tmp_path / "short", hidden_size=64, intermediate_size=96, max_position_embeddings=20
-    )
+    short = tiny.make_chat_folder(tmp_path / "short", hidden_size=64, intermediate_size=96, max_position_embeddings=20)
     assert evaluate_model(short, device="cpu", speed=True).speed is not None
-    short = tiny.make_chat_folder(
-        tmp_path / "shorter", hidden_size=64, intermediate_size=96, max_position_embeddings=9
-    )
+    short = tiny.make_chat_folder(tmp_path / "shorter", hidden_size=64, intermediate_size=96, max_position_embeddings=9)
     found = evaluate_model(short, device="cpu", speed=True)
     assert (found.tokens, found.speed) == (16 * 9, None)
     memory = tmp_path / "meminfo"

@@ -29,16 +29,12 @@ def logits(path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in CHOSEN], ids=lambda case: case.id)
 def test_families_are_quantised(case, reader: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    folder = build(
-        case.architecture, tmp_path / "source", **{**case.overrides, "num_hidden_layers": 2}
-    ).folder
+    folder = build(case.architecture, tmp_path / "source", **{**case.overrides, "num_hidden_layers": 2}).folder
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(reader / name, folder / name)
     text = tmp_path / "text.txt"
     text.write_text("TheRiverRoseAndTheBridgeHeld,ButNobodyKnewForHowLong;" * 50)
-    quantize_model(
-        folder, tmp_path / "out", 8.3, head_bits=8, calibration=text, rows=4, length=64, report=False
-    )
+    quantize_model(folder, tmp_path / "out", 8.3, head_bits=8, calibration=text, rows=4, length=64, report=False)
     assert validate_exl2(tmp_path / "out") == []
     exact, rounded = logits(folder), logits(tmp_path / "out")
     assert float((exact - rounded).norm() / exact.norm()) < 0.05

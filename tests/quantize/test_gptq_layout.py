@@ -33,9 +33,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[32, 128])
-def gptq_model(
-    request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def gptq_model(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPTQ model; its group size is the name of the folder above it."""
     group = request.param
     folder = tmp_path_factory.mktemp("gptq_model") / str(group) / "model"

@@ -23,9 +23,7 @@ class Layer:
         generator = torch.Generator().manual_seed(seed)
 
         def linear(outputs: int, inputs: int) -> HookedLinear:
-            return HookedLinear(
-                DenseWeight(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, None)
-            )
+            return HookedLinear(DenseWeight(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, None))
 
         self.mixing = torch.randn(WIDTH, INNER, generator=generator)
         self.linears = {OUT: linear(WIDTH, INNER), UP: linear(INNER, WIDTH), DOWN: linear(WIDTH, INNER)}

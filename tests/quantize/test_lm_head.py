@@ -71,11 +71,7 @@ def test_wide_models_have_fewer_clusters() -> None:
 def test_token_weights_are_the_sum_of_p_times_one_minus_p() -> None:
     probs = torch.randn(2, 3, 8).softmax(-1)
     membership = torch.eye(2)[torch.arange(8) % 2]
-    slow = [
-        sum(float(p) * (1 - float(p)) for p in row[cluster::2])
-        for row in probs.view(6, 8)
-        for cluster in (0, 1)
-    ]
+    slow = [sum(float(p) * (1 - float(p)) for p in row[cluster::2]) for row in probs.view(6, 8) for cluster in (0, 1)]
     torch.testing.assert_close(cluster_token_weights(probs, membership).flatten(), torch.tensor(slow))
 
 
@@ -90,9 +86,7 @@ class ClusteredHead:
         mixing = torch.randn(CLUSTERS, WIDTH, WIDTH, generator=generator)
         x = torch.bmm(torch.randn(TOKENS, 1, WIDTH, generator=generator), mixing[cluster])[:, 0]
         rounded = x + noise * torch.tanh(x.roll(1, -1))
-        self.token_weights = torch.eye(CLUSTERS)[cluster] + 0.01 * torch.rand(
-            TOKENS, CLUSTERS, generator=generator
-        )
+        self.token_weights = torch.eye(CLUSTERS)[cluster] + 0.01 * torch.rand(TOKENS, CLUSTERS, generator=generator)
         self.x, self.rounded = x, rounded
         batch = make_batch(torch.zeros(2, TOKENS // 2, dtype=torch.long))
         shape = (2, TOKENS // 2, WIDTH)

@@ -63,13 +63,9 @@ def loss_of(w: Tensor, found: Tensor, h: Tensor) -> float:
     st.integers(0, 9),
     st.booleans(),
 )
-def test_packed_weights_decode_to_the_solution(
-    blocks: int, columns: int, recipe, seed: int, bias: bool
-) -> None:
+def test_packed_weights_decode_to_the_solution(blocks: int, columns: int, recipe, seed: int, bias: bool) -> None:
     w, h = problem(32 * blocks, columns, seed)
-    solution = solve_exl2(
-        w, factorize(w, h, 0.02), recipe.groups(len(w)), SolverOptions(sweeps=1, scale_steps=4)
-    )
+    solution = solve_exl2(w, factorize(w, h, 0.02), recipe.groups(len(w)), SolverOptions(sweeps=1, scale_steps=4))
     extra = torch.randn(columns).half() if bias else None
     tensors = exl2.write(solution.pack(extra))
     back = exl2.read(tensors, len(w), columns, tensors.get("bias"), "here")
@@ -81,9 +77,7 @@ def test_packed_weights_decode_to_the_solution(
 def test_every_stage_lowers_the_loss(bits: int) -> None:
     w, h = problem(128, 48)
     f, groups = factorize(w, h, 0.02), make_recipe(32, (bits, 1.0)).groups(128)
-    scales = [
-        search_scales(w[f.perm][a : a + 32], bits, torch.ones(32), 24).grid(bits) for a in range(0, 128, 32)
-    ]
+    scales = [search_scales(w[f.perm][a : a + 32], bits, torch.ones(32), 24).grid(bits) for a in range(0, 128, 32)]
     nearest = torch.cat(
         [grid.value(grid.nearest(rows)) for grid, rows in zip(scales, w[f.perm].split(32), strict=True)]
     )
@@ -260,11 +254,7 @@ def test_zero_columns_and_dead_inputs_give_finite_weights() -> None:
         found = solve_exl2(w, factorize(w, h, 0.02), recipe.groups(64), SolverOptions()).dequantize()
         assert bool(torch.isfinite(found).all())
     nothing = torch.zeros_like(w)
-    assert (
-        not solve_exl2(nothing, factorize(nothing, h, 0.02), recipe.groups(64), SolverOptions())
-        .dequantize()
-        .any()
-    )
+    assert not solve_exl2(nothing, factorize(nothing, h, 0.02), recipe.groups(64), SolverOptions()).dequantize().any()
 
 
 def test_nan_and_overflow_name_the_matrix() -> None:

@@ -288,9 +288,7 @@ def test_overflow_names_the_layer(text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_job_is_not_resumed_with_other_options(
-    source: Path, text: Path, measured: Path, tmp_path: Path
-) -> None:
+def test_a_job_is_not_resumed_with_other_options(source: Path, text: Path, measured: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
 
     class Stop(Exception):
@@ -332,9 +330,7 @@ def fork(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_twenty_kills_give_the_same_bytes(
-    source: Path, text: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_twenty_kills_give_the_same_bytes(source: Path, text: Path, uninterrupted: Path, tmp_path: Path) -> None:
     target = tmp_path / uninterrupted.name
     random.seed(11)
 

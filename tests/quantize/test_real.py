@@ -44,9 +44,7 @@ def test_the_measurement_of_exllamav2_is_usable(fixtures_dir: Path, tmp_path: Pa
     known = fixtures_dir / "reference" / "measurement.json"
     options = {"--bits": 2.496, "--rows": 24, "--length": 256, "--measurement": known}
     arguments = [str(word) for pair in options.items() for word in pair]
-    done = CliRunner().invoke(
-        app, ["quantize", str(source), str(tmp_path / "e"), *arguments, "--no-report", "-q"]
-    )
+    done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "e"), *arguments, "--no-report", "-q"])
     assert done.exit_code == 0, done.output
     assert validate_exl2(tmp_path / "e") == []
     ids = held_out(fixtures_dir)

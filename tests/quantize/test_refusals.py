@@ -73,9 +73,7 @@ def test_a_measurement_that_cannot_be_saved_is_named(source: Path, tmp_path: Pat
         quantize_model(source, tmp_path / "out", 5.0, save_measurement="/dev/full", **SMALL)
     steps: list[str] = []
     record = lambda done, total, what: steps.append(what)  # noqa: E731
-    quantize_model(
-        source, tmp_path / "out", 5.0, save_measurement=tmp_path / "m.json", **SMALL, progress=record
-    )
+    quantize_model(source, tmp_path / "out", 5.0, save_measurement=tmp_path / "m.json", **SMALL, progress=record)
     assert "measuring layer 0" not in steps  # resumed
     assert read_json(tmp_path / "m.json")["exlm_measurement"] == 2
 
@@ -95,9 +93,7 @@ def test_the_measurement_of_exllamav2_cannot_be_saved(fixtures_dir: Path, tmp_pa
 
 
 def test_rows_longer_than_the_model_are_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"A length of 513 tokens is more than .* can read: take at most 512"
-    ):
+    with pytest.raises(InputError, match=r"A length of 513 tokens is more than .* can read: take at most 512"):
         quantize_model(source, tmp_path / "out", 5.0, rows=6, length=513)
     done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "-q", "--length", "4096"])
     assert "take at most 512" in str(done.exception)
@@ -204,9 +200,7 @@ def test_shapes_that_the_format_cannot_store_are_refused(tmp_path: Path) -> None
     folder = tiny.make_chat_folder(tmp_path / "odd", hidden_size=64, intermediate_size=72)
     with pytest.raises(Unsupported, match=r"layers\.0\.mlp\.down has 72 inputs"):
         quantize_model(folder, tmp_path / "out", 5.0, **SMALL)
-    (folder / "config.json").write_text(
-        json.dumps({**read_json(folder / "config.json"), "architectures": ["No"]})
-    )
+    (folder / "config.json").write_text(json.dumps({**read_json(folder / "config.json"), "architectures": ["No"]}))
     with pytest.raises(ConfigError):
         quantize_model(folder, tmp_path / "out", 5.0, **SMALL)
 
@@ -218,9 +212,7 @@ def test_a_refused_job_leaves_no_files(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", ["config.json", "calibration text"])
-def test_a_job_is_not_resumed_when_its_inputs_have_changed(
-    measured: Path, tmp_path: Path, changed: str
-) -> None:
+def test_a_job_is_not_resumed_when_its_inputs_have_changed(measured: Path, tmp_path: Path, changed: str) -> None:
     source, read, target = (
         tiny.make_chat_folder(tmp_path / "source", **TINY_SHAPE),
         tmp_path / "own.txt",

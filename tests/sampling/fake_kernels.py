@@ -86,9 +86,7 @@ class FakeKernels:
             return [int(word) for word in header[HEADER_OFFSETS[name] : HEADER_OFFSETS[name] + count]]
 
         (place,), (seed, position, branch) = words("batch_index", 1), words("seed", 3)
-        target = float(
-            header[HEADER_OFFSETS["initial_mu"] : HEADER_OFFSETS["initial_mu"] + 1].view(np.float64)[0]
-        )
+        target = float(header[HEADER_OFFSETS["initial_mu"] : HEADER_OFFSETS["initial_mu"] + 1].view(np.float64)[0])
         if address := words("mu", 1)[0]:
             target = float(array_at(address, ctypes.c_double, 1)[0])
         start, count = words("decaying", 2)

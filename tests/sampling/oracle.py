@@ -23,9 +23,7 @@ def apply_cfg(positive: Sequence[float], negative: Sequence[float], scale: float
         total = top + math.log(math.fsum(math.exp(v - top) for v in x))
         return [v - total for v in x]
 
-    return [
-        scale * a + (1 - scale) * b for a, b in zip(log_softmax(positive), log_softmax(negative), strict=True)
-    ]
+    return [scale * a + (1 - scale) * b for a, b in zip(log_softmax(positive), log_softmax(negative), strict=True)]
 
 
 def apply_penalties(x: Sequence[float], context: Sequence[int], s: Settings) -> list[float]:
@@ -123,9 +121,7 @@ def softmax(x: Sequence[float], temperature: float, smoothing: float) -> Probabi
     def exponent(v: float) -> float:
         return -smoothing * (v - top) ** 2 if smoothing > 0 else v - top
 
-    return normalized(
-        {token: math.exp(exponent(v) / temperature) for token, v in enumerate(x) if v > -math.inf}
-    )
+    return normalized({token: math.exp(exponent(v) / temperature) for token, v in enumerate(x) if v > -math.inf})
 
 
 def top_p(p: Probabilities, limit: float) -> Probabilities:
@@ -193,17 +189,13 @@ def dynamic_temperature(p: Probabilities, low: float, high: float, exponent: flo
 
 def xtc(p: Probabilities, probability: float, threshold: float, ignored: Collection[int]) -> Probabilities:
     """Exclude top choices, in expectation."""
-    above_threshold = [
-        t for t, v in p.items() if v >= threshold * (1 - THRESHOLD_TOLERANCE) and t not in ignored
-    ]
+    above_threshold = [t for t, v in p.items() if v >= threshold * (1 - THRESHOLD_TOLERANCE) and t not in ignored]
     if len(above_threshold) < 2:
         return p
     excluded = set(above_threshold[:-1])
     mass = math.fsum(p[token] for token in excluded)
     scale_up = 1 + probability * mass / (1 - mass)
-    return normalized(
-        {token: v * (1 - probability if token in excluded else scale_up) for token, v in p.items()}
-    )
+    return normalized({token: v * (1 - probability if token in excluded else scale_up) for token, v in p.items()})
 
 
 def adaptive_p(p: Probabilities, target: float, mean: float) -> Probabilities:

@@ -60,10 +60,7 @@ def test_draws_follow_the_distribution(changes: dict[str, Any]) -> None:
     x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(5)) * 2.0
     sampler, counts = Sampler(), torch.zeros(WIDTH)
     for start in range(0, MANY if "top_k" in changes else ENOUGH, BATCH):
-        rows = [
-            SamplingRequest(settings, SamplerState(settings, 1000 + seed))
-            for seed in range(start, start + BATCH)
-        ]
+        rows = [SamplingRequest(settings, SamplerState(settings, 1000 + seed)) for seed in range(start, start + BATCH)]
         tokens = sampler.launch(x.expand(BATCH, -1), rows).tokens
         counts += tokens.bincount(minlength=WIDTH)
     assert excess(counts, oracle.distribution(x[0].tolist(), settings)) < 1.0

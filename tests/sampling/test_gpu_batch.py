@@ -35,9 +35,7 @@ BLOCKED: tuple[Any, ...] = ((), [], [2, 99], (5,), {1, 2})
 class Scenario:
     """Rows that come, grow, change and go, and what must be said of each."""
 
-    def __init__(
-        self, rng: Random, words: ToyTokenizer, choices: dict[str, tuple[Any, ...]] = SETTING_VALUES
-    ) -> None:
+    def __init__(self, rng: Random, words: ToyTokenizer, choices: dict[str, tuple[Any, ...]] = SETTING_VALUES) -> None:
         self.choices = choices
         self.rng, self.width = rng, words.get_vocab_size()
         vocabulary = Sampler(words).vocabulary
@@ -117,9 +115,7 @@ class Scenario:
         row.settings = self.rng.choice(self.settings)
 
     def set_bias(self, row: SamplingRequest) -> None:
-        row.settings.token_bias = self.rng.choice(
-            (None, torch.randn(self.width), torch.randn(self.width + 3))
-        )
+        row.settings.token_bias = self.rng.choice((None, torch.randn(self.width), torch.randn(self.width + 3)))
 
     def edit_bias(self, row: SamplingRequest) -> None:
         if row.settings.token_bias is not None:
@@ -170,9 +166,7 @@ class Scenario:
         return ReceivedRow(
             batch_index,
             (state.seed, position, state.rewind_count),
-            self.mu_at(row, position)
-            if "mirostat" in plan.stateful_steps and row.history is None
-            else received.mu,
+            self.mu_at(row, position) if "mirostat" in plan.stateful_steps and row.history is None else received.mu,
             tuple(float(number) for number in plan.kernel_row),
             {token: many for token, many in penalised.items() if 0 <= token < self.width},
             decaying,
@@ -197,9 +191,7 @@ class Scenario:
 
 
 NOT_EVENTS = ("random_settings", "add_row", "random_event", "expected", "mu_at", "record_mu", "token")
-EVENTS = [name for name in vars(Scenario) if not name.startswith("_") and name not in NOT_EVENTS] + [
-    "grow"
-] * 3
+EVENTS = [name for name in vars(Scenario) if not name.startswith("_") and name not in NOT_EVENTS] + ["grow"] * 3
 
 
 @pytest.fixture(autouse=True)

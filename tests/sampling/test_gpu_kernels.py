@@ -82,9 +82,7 @@ def make_requests(kinds: list[dict[str, Any]], text: list[int] | None = None) ->
     for seed, kind in enumerate(kinds):
         own = {name: kind[name] for name in ("num_top_tokens", "blocked", "allowed") if name in kind}
         settings = neutral(**{name: value for name, value in kind.items() if name not in own})
-        rows.append(
-            SamplingRequest(settings, SamplerState(settings, seed, TEXT if text is None else text), **own)
-        )
+        rows.append(SamplingRequest(settings, SamplerState(settings, seed, TEXT if text is None else text), **own))
     return rows
 
 
@@ -149,9 +147,7 @@ def test_a_changed_bias_counts() -> None:
         assert sampler.sample_batch(x, [SamplingRequest(settings, SamplerState())]).tokens == [token]
 
 
-@pytest.mark.parametrize(
-    "kind", [{"top_k": 1}, {"top_k": 1, "blocked": [3]}, {}, {"top_k": 5}, {"top_p": 0.5}]
-)
+@pytest.mark.parametrize("kind", [{"top_k": 1}, {"top_k": 1, "blocked": [3]}, {}, {"top_k": 5}, {"top_p": 0.5}])
 def test_a_row_with_bad_logits_fails_alone(kind: dict[str, Any]) -> None:
     x = torch.randn(6, 300)
     x[1] = -torch.inf

@@ -48,9 +48,7 @@ def test_frequency_and_presence() -> None:
     ],
 )
 def test_range_and_decay(span: int, decay: int, expected: dict[int, float]) -> None:
-    settings = neutral(
-        token_repetition_penalty=2.0, token_repetition_range=span, token_repetition_decay=decay
-    )
+    settings = neutral(token_repetition_penalty=2.0, token_repetition_range=span, token_repetition_decay=decay)
     y = edited(torch.ones(1, 8), settings, [1, 2, 3, 4, 5, 6])
     wanted = torch.tensor([expected.get(token, 1.0) for token in range(8)])
     torch.testing.assert_close(y, wanted, atol=1e-4, rtol=0)
@@ -72,9 +70,7 @@ def test_edits_agree_with_the_oracle(x: torch.Tensor, context: list[int], settin
 
 
 @given(st.lists(st.tuples(TEXT, settings_for_edits()), min_size=1, max_size=6), st.data())
-def test_rows_with_different_rules_are_independent(
-    rows: list[tuple[list[int], Settings]], data: st.DataObject
-) -> None:
+def test_rows_with_different_rules_are_independent(rows: list[tuple[list[int], Settings]], data: st.DataObject) -> None:
     x = data.draw(logits(rows=len(rows), width=10))
     y = x.clone()
     apply_edits(
@@ -132,11 +128,7 @@ class PenaltyStateMachine(RuleBasedStateMachine):
         y = x.clone()
         apply_edits(
             y,
-            [
-                compute_edits(
-                    SamplingRequest(settings, self.state), settings.compiled(), SamplerVocabulary(), 10
-                )
-            ],
+            [compute_edits(SamplingRequest(settings, self.state), settings.compiled(), SamplerVocabulary(), 10)],
         )
         breakers = settings.dry_sequence_breakers or ()
         wanted = torch.tensor(oracle.edit_logits(x[0].tolist(), settings, self.text, breakers=breakers))

@@ -112,9 +112,7 @@ def test_shared_settings_share_no_state() -> None:
     alone, other = SamplerState(settings, 1, [1, 2]), SamplerState(settings, 2, [3, 4, 3, 4, 3])
     fresh = SamplerState(settings, 1, [1, 2])
     for _ in range(5):
-        pair = sampler.sample_batch(
-            x, [SamplingRequest(settings, alone), SamplingRequest(settings, other)]
-        ).tokens
+        pair = sampler.sample_batch(x, [SamplingRequest(settings, alone), SamplingRequest(settings, other)]).tokens
         single = sampler.sample_batch(x[:1], [SamplingRequest(settings, fresh)]).tokens
         assert single == pair[:1]
         alone.accept(pair[0])
@@ -163,8 +161,7 @@ def test_adaptive_p_follows_the_mean_of_the_original_probabilities() -> None:
             means = [known[: step // 2 + 1] for known in means]
         x = random_logits(rng, len(asked), 70)
         requests = [
-            SamplingRequest(each, state, num_top_tokens=70)
-            for each, state in zip(asked, together, strict=True)
+            SamplingRequest(each, state, num_top_tokens=70) for each, state in zip(asked, together, strict=True)
         ]
         found = sampler.sample_batch(x, requests)
         assert found.top_tokens is not None
@@ -173,10 +170,7 @@ def test_adaptive_p_follows_the_mean_of_the_original_probabilities() -> None:
             single = sampler.sample_batch(x[i : i + 1], [SamplingRequest(settings, alone[i])])
             assert single.tokens == [found.tokens[i]]
             if settings.adaptive_target >= 0:
-                assert (
-                    together[i].step_state("adaptive_p").latest()
-                    == alone[i].step_state("adaptive_p").latest()
-                )
+                assert together[i].step_state("adaptive_p").latest() == alone[i].step_state("adaptive_p").latest()
                 wanted = oracle.distribution(x[i].tolist(), settings, mean=means[i][-1])
                 top = dict(zip(found.top_tokens[i].tolist(), found.top_probs[i].tolist(), strict=True))
                 assert {t: p for t, p in top.items() if p > 0} == pytest.approx(wanted, abs=1e-6)
@@ -193,9 +187,7 @@ def test_adaptive_p_follows_the_mean_of_the_original_probabilities() -> None:
 def test_adaptive_p_counts_a_greedy_token_as_certain() -> None:
     settings = Settings.greedy(adaptive_target=0.5, adaptive_decay=0.9)
     state = SamplerState(settings, 0)
-    assert Sampler().sample_batch(torch.tensor([[1.0, 3.0]]), [SamplingRequest(settings, state)]).tokens == [
-        1
-    ]
+    assert Sampler().sample_batch(torch.tensor([[1.0, 3.0]]), [SamplingRequest(settings, state)]).tokens == [1]
     assert state.step_state("adaptive_p").latest() == pytest.approx(0.55)
 
 
@@ -379,10 +371,7 @@ def test_an_empty_batch_and_half_precision() -> None:
     assert picks.tokens == []
     x = torch.randn(2, 100).bfloat16()
     found = Sampler().sample_batch(x, [row(neutral(top_k=5), seed) for seed in range(2)])
-    assert (
-        found.tokens
-        == Sampler().sample_batch(x.float(), [row(neutral(top_k=5), seed) for seed in range(2)]).tokens
-    )
+    assert found.tokens == Sampler().sample_batch(x.float(), [row(neutral(top_k=5), seed) for seed in range(2)]).tokens
 
 
 def test_top_tokens_are_final_probabilities_and_padded() -> None:
@@ -415,9 +404,7 @@ def test_rows_with_different_xtc_exempt_tokens() -> None:
     x = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(3, -1).contiguous()
     sets = (frozenset({0}), frozenset({1, 2}), None)
     settings = [
-        neutral(
-            xtc_probability=1.0 if ignored is not None else 0.0, xtc_threshold=0.15, xtc_ignore_tokens=ignored
-        )
+        neutral(xtc_probability=1.0 if ignored is not None else 0.0, xtc_threshold=0.15, xtc_ignore_tokens=ignored)
         for ignored in sets
     ]
     settings[2].min_temp, settings[2].max_temp = 0.9, 1.0

@@ -84,9 +84,7 @@ def test_a_dynamic_temperature_near_zero_leaves_the_best() -> None:
 
 def test_dynamic_temperature_comes_in_addition_to_temperature() -> None:
     once = from_probabilities(FIVE, min_temp=0.5, max_temp=1.5, temperature=0.5)
-    wanted = oracle.dynamic_temperature(
-        oracle.softmax(torch.tensor(FIVE).log().tolist(), 0.5, 0.0), 0.5, 1.5, 1.0
-    )
+    wanted = oracle.dynamic_temperature(oracle.softmax(torch.tensor(FIVE).log().tolist(), 0.5, 0.0), 0.5, 1.5, 1.0)
     assert once == pytest.approx(wanted)
     last = from_probabilities(FIVE, min_temp=0.5, max_temp=1.5, temperature=0.5, temperature_last=True)
     assert last == pytest.approx(from_probabilities(FIVE, min_temp=0.5, max_temp=1.5))
@@ -142,9 +140,7 @@ def test_each_step_alone_on_a_thousand_rows(changes: dict[str, Any]) -> None:
 
 def test_a_large_vocabulary_is_reduced_without_loss() -> None:
     """Peaked, middling and flat rows: found among 64, 512 or 4096 tokens, or only among all."""
-    x = torch.randn(4, 20000, generator=torch.Generator().manual_seed(4)) * torch.tensor(
-        [[6.0], [3.0], [1.0], [0.05]]
-    )
+    x = torch.randn(4, 20000, generator=torch.Generator().manual_seed(4)) * torch.tensor([[6.0], [3.0], [1.0], [0.05]])
     for changes in ({"top_p": 0.9}, {"min_p": 0.05}, {"tfs": 0.9}, {"mirostat": True, "mirostat_tau": 3.0}):
         settings = neutral(**changes)
         for found, row in zip(final_probabilities(x, [settings] * 4), x.tolist(), strict=True):

@@ -22,9 +22,7 @@ def completion(text: str, **more: Any) -> tuple[bytes, ...]:
     return prompt_blocks(body(prompt=text, **more))
 
 
-@given(
-    st.text(max_size=5 * BLOCK_CHARS), st.text(max_size=2 * BLOCK_CHARS), st.text(max_size=2 * BLOCK_CHARS)
-)
+@given(st.text(max_size=5 * BLOCK_CHARS), st.text(max_size=2 * BLOCK_CHARS), st.text(max_size=2 * BLOCK_CHARS))
 def test_prompts_share_the_blocks_of_their_common_prefix(start: str, one: str, other: str) -> None:
     first, second = completion(start + one), completion(start + other)
     alike = sum(a == b for a, b in zip(first, second, strict=False))
@@ -92,9 +90,7 @@ def test_routers_with_empty_tables_agree_and_spread_load() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=60), st.integers(0, 4))
-def test_loads_stay_within_the_slack_and_the_table_within_its_size(
-    steps: list[tuple[int, int]], slack: int
-) -> None:
+def test_loads_stay_within_the_slack_and_the_table_within_its_size(steps: list[tuple[int, int]], slack: int) -> None:
     table, loads = PrefixAffinity(slack, max_blocks=10), dict.fromkeys(NAMES, 0)
     for topic, ending in steps:
         blocks = completion(f"{topic}" * 2 * BLOCK_CHARS + f"{ending}")

@@ -24,9 +24,7 @@ def test_a_fixed_number_of_replicas() -> None:
 
 
 def test_a_range_follows_the_queue() -> None:
-    scaling = replica_options(ClusterConfig.from_replicas("2..8", queue=5, patience=9.0))[
-        "autoscaling_config"
-    ]
+    scaling = replica_options(ClusterConfig.from_replicas("2..8", queue=5, patience=9.0))["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"]) == (2, 8)
     assert scaling["target_ongoing_requests"] == 5
     assert (scaling["upscale_delay_s"], scaling["downscale_delay_s"]) == (9.0, 90.0)

@@ -63,9 +63,7 @@ def dying_replica(times: int, messages: Sequence[Message] = ()) -> tuple[CallRep
     """A replica that dies `times` times after sending some messages, and then answers."""
     seen: list[ReplicaRequest] = []
 
-    async def call_replica(
-        request: ReplicaRequest, blocks: Sequence[bytes]
-    ) -> AsyncGenerator[list[Message], None]:
+    async def call_replica(request: ReplicaRequest, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
         assert blocks == prompt_blocks(json.loads(request.body))  # no keys, one tenant
         seen.append(request)
         if len(seen) <= times:
@@ -115,9 +113,7 @@ def test_a_stream_is_forwarded_as_it_comes() -> None:
     sent: list[bytes] = []
     going = asyncio.Event()
 
-    async def call_replica(
-        request: ReplicaRequest, blocks: Sequence[bytes]
-    ) -> AsyncGenerator[list[Message], None]:
+    async def call_replica(request: ReplicaRequest, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
         yield [start(EVENTS), part(b"one", True)]
         await going.wait()  # set when the first part has been sent
         yield [part(b"two")]
@@ -142,9 +138,7 @@ def waiting_replica() -> tuple[CallReplica, asyncio.Event]:
     """A replica that answers once an event is set."""
     release = asyncio.Event()
 
-    async def call_replica(
-        request: ReplicaRequest, blocks: Sequence[bytes]
-    ) -> AsyncGenerator[list[Message], None]:
+    async def call_replica(request: ReplicaRequest, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
         await release.wait()
         yield [start(), part(b"{}")]
 
@@ -191,9 +185,7 @@ def test_a_prompt_that_is_not_json_reaches_no_replica(raw: bytes) -> None:
 def test_prompts_of_two_keys_share_no_blocks() -> None:
     blocks: list[Sequence[bytes]] = []
 
-    async def call_replica(
-        request: ReplicaRequest, prompt: Sequence[bytes]
-    ) -> AsyncGenerator[list[Message], None]:
+    async def call_replica(request: ReplicaRequest, prompt: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
         blocks.append(prompt)
         yield [start(), part(b"{}")]
 

@@ -22,9 +22,7 @@ main()
     "command", [["serve", "--ray"], ["batch", "in.jsonl", "out.jsonl", "--ray"]], ids=lambda one: one[0]
 )
 def test_the_error_names_the_extra(command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "pip install 'exlm[scale]'" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

@@ -53,9 +53,7 @@ def test_a_replica_answers_as_the_server_and_names_itself(spec: ModelSpec) -> No
         reply = json.loads(b"".join(message["body"] for message in response[1:]))
         assert reply["usage"]["completion_tokens"] == 4
         models = [
-            message
-            async for messages in replica.handle(ReplicaRequest("GET", "/v1/models"))
-            for message in messages
+            message async for messages in replica.handle(ReplicaRequest("GET", "/v1/models")) for message in messages
         ]
         assert json.loads(models[1]["body"])["data"][0]["id"] == "tiny"
         await replica.check_health()

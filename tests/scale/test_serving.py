@@ -57,9 +57,7 @@ def running(cluster: Cluster, url: str) -> RunningServer:
 
 def complete(client: openai.OpenAI, prompt: str, tokens: int = 8) -> tuple[str, str, int, int]:
     """Text, replica, and tokens of the prompt that were cached and in all."""
-    raw = client.completions.with_raw_response.create(
-        model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0
-    )
+    raw = client.completions.with_raw_response.create(model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0)
     reply = raw.parse()
     assert reply.usage is not None
     assert reply.usage.prompt_tokens_details is not None

@@ -37,9 +37,7 @@ def lines(path: Path) -> Path:
 @pytest.mark.parametrize("as_text", [True, False])
 def test_a_table_equals_its_lines(tmp_path: Path, as_text: bool) -> None:
     bodies = [json.dumps(one["body"]) if as_text else one["body"] for one in ASKED]
-    path = table(
-        tmp_path / "in.parquet", custom_id=["a", "b"], url=[one["url"] for one in ASKED], body=bodies
-    )
+    path = table(tmp_path / "in.parquet", custom_id=["a", "b"], url=[one["url"] for one in ASKED], body=bodies)
     found = read_requests(str(path))
     assert [(row.line, row.custom_id) for row in found.rows] == [(1, "a"), (2, "b")]
     assert [row.request() for row in found.rows] == [(one["url"], one["body"]) for one in ASKED]

@@ -49,9 +49,7 @@ def test_nothing_is_lost_or_early(seed: int, replicas: int, batch: int, cache: i
 def test_prefix_routing_prefills_less_with_a_small_cache() -> None:
     requests = arrivals(Traffic(rate=8, topics=40))
     fleet = Fleet(replicas=4, cache=8192)
-    aware, blind = (
-        summarize(simulate(requests, Speed(), replace(fleet, aware=choice))) for choice in (True, False)
-    )
+    aware, blind = (summarize(simulate(requests, Speed(), replace(fleet, aware=choice))) for choice in (True, False))
     assert aware.hits > 2 * blind.hits
     assert aware.together > 0.9
     assert aware.time_p95 < blind.time_p95

@@ -52,9 +52,7 @@ def test_an_old_python_is_refused_with_the_required_version(
 ) -> None:
     old = SimpleNamespace(version_info=(3, 10, 13), version="3.10.13 (main)", executable="/usr/bin/python3")
     monkeypatch.setattr(bootstrap, "sys", old)
-    with pytest.raises(
-        SystemExit, match=r"needs Python 3\.11 or newer, and /usr/bin/python3 is Python 3\.10\.13"
-    ):
+    with pytest.raises(SystemExit, match=r"needs Python 3\.11 or newer, and /usr/bin/python3 is Python 3\.10\.13"):
         bootstrap.check_python()
 
 
@@ -62,9 +60,7 @@ def test_an_old_python_is_refused_with_the_required_version(
     ("found", "used"),
     [("2.5.1", False), ("2.6.0", True), ("2.6.0+cpu", True), ("2.11.0+cu130", True), ("3.0.0a1", True)],
 )
-def test_only_a_new_enough_torch_is_used(
-    bootstrap: ModuleType, tmp_path: Path, found: str, used: bool
-) -> None:
+def test_only_a_new_enough_torch_is_used(bootstrap: ModuleType, tmp_path: Path, found: str, used: bool) -> None:
     torch = bootstrap.torch_in([make_packages(tmp_path / "site-packages", found)])
     assert torch == ((found, {"sympy"}) if used else None)
 
@@ -75,9 +71,7 @@ def test_constraints_leave_out_a_kept_torch(bootstrap: ModuleType, tmp_path: Pat
     assert bootstrap.PINS.read_text() == "# pins\nNumPy==2.3.5\n"
 
 
-def test_all_constraints_apply_without_a_torch(
-    bootstrap: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_constraints_apply_without_a_torch(bootstrap: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     make_venv(bootstrap, linked=[])
     bootstrap.write_pins()
     assert bootstrap.PINS.read_text() == bootstrap.CONSTRAINTS.read_text()
@@ -106,9 +100,7 @@ def test_a_changed_file_requires_a_new_installation(bootstrap: ModuleType, name:
     assert not bootstrap.ready("runtime")
 
 
-def test_reasons_to_recreate_the_venv(
-    bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasons_to_recreate_the_venv(bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bootstrap.fault() == "there is none"
     make_venv(bootstrap, linked=[str(tmp_path)])
     bootstrap.UNFINISHED.touch()

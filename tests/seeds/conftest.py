@@ -119,9 +119,7 @@ def cache(model: ExLlamaV2) -> ExLlamaV2Cache:
 
 
 @pytest.fixture
-def generator(
-    model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
-) -> ExLlamaV2DynamicGenerator:
+def generator(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer) -> ExLlamaV2DynamicGenerator:
     """A dynamic generator over it."""
     return ExLlamaV2DynamicGenerator(model, cache, tokenizer)
 

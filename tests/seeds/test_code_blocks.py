@@ -92,9 +92,7 @@ def test_000_import(code: Code) -> None:
     assert made["ExLlamaV2DynamicGenerator"] is ExLlamaV2DynamicGenerator
 
 
-def test_item_030_simple_generation(
-    code: Code, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_item_030_simple_generation(code: Code, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     generator, jobs = names["generator"], []
     take = generator._enqueue
     monkeypatch.setattr(generator, "_enqueue", lambda job: (jobs.append(job), take(job))[1])

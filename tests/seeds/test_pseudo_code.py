@@ -74,16 +74,12 @@ def indented(text: str, openers: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
-def test_002_token_healing(
-    code: Code, generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_002_token_healing(code: Code, generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer) -> None:
     """Runs as written, `tokenize` being our tokenizer; its last line is a comment, done below."""
     made = run(code(2, "Token Healing"), {"tokenize": lambda text: tokenizer.encode(text)[0].tolist()})
     pieces = tokenizer.get_id_to_piece_list()
     assert pieces[made["prompt_ids"][-1]] == " "
-    job = ExLlamaV2DynamicJob(
-        tokenizer.encode("Hello "), 4, token_healing=True, gen_settings=Settings.greedy()
-    )
+    job = ExLlamaV2DynamicJob(tokenizer.encode("Hello "), 4, token_healing=True, gen_settings=Settings.greedy())
     kept = job.sequences[0].ids.copy()
     assert kept == made["healed_ids"] == made["prompt_ids"][:-1]
     generator.enqueue(job)

@@ -172,13 +172,9 @@ def test_item_013_sampler_settings_take_effect(generator: ExLlamaV2DynamicGenera
         settings.token_repetition_penalty = 1.0
         assert generator.generate(PROMPT, 12, gen_settings=settings) == PROMPT + answer(PROMPT, 12)
     repeated = Settings.greedy(token_repetition_penalty=3.0)
-    ids = generator.tokenizer.encode(
-        generator.generate("#####", 12, gen_settings=repeated, completion_only=True)
-    )
+    ids = generator.tokenizer.encode(generator.generate("#####", 12, gen_settings=repeated, completion_only=True))
     assert len(set(ids[0].tolist())) == ids.shape[1]
-    assert generator.generate(PROMPT, 9, seed=1) == generator.generate(
-        PROMPT, 9, seed=1, gen_settings=Settings()
-    )
+    assert generator.generate(PROMPT, 9, seed=1) == generator.generate(PROMPT, 9, seed=1, gen_settings=Settings())
 
 
 def test_item_014_token_healing_keeps_the_prompt_and_repairs_its_end(
@@ -192,9 +188,7 @@ def test_item_014_token_healing_keeps_the_prompt_and_repairs_its_end(
     assert "time" not in plain
 
 
-def test_item_015_special_text_in_a_prompt(
-    generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_item_015_special_text_in_a_prompt(generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer) -> None:
     def prompt(special: bool) -> list[int]:
         options = {"encode_special_tokens": special, "return_last_results": True}
         _, result = generator.generate("<|im_start|>user", 1, **options)
@@ -299,9 +293,7 @@ def test_item_023_one_list_of_filters_for_each_prompt(
     assert {texts[0], texts[2]} <= {" yes", " no"}
     assert texts[1] not in (" yes", " no")
     for wrong in ([[made]], [made, None, None, None]):
-        with pytest.raises(
-            AssertionError, match="filters must be a list with one entry for each of 3 prompts"
-        ):
+        with pytest.raises(AssertionError, match="filters must be a list with one entry for each of 3 prompts"):
             generator.generate(["A", "B", "C"], 8, filters=wrong)
 
 
@@ -375,9 +367,7 @@ def test_item_029_guidance(generator: ExLlamaV2DynamicGenerator, greedy: Setting
     assert alone == plain
 
 
-def test_item_034_greedy_settings_are_the_argmax(
-    generator: ExLlamaV2DynamicGenerator, answer: Answer
-) -> None:
+def test_item_034_greedy_settings_are_the_argmax(generator: ExLlamaV2DynamicGenerator, answer: Answer) -> None:
     texts = {generator.generate(PROMPT, 16, gen_settings=Settings.greedy(), seed=seed) for seed in range(3)}
     assert texts == {PROMPT + answer(PROMPT, 16)}
 

@@ -183,14 +183,10 @@ def test_item_048_special_text_in_a_prompt(base: ExLlamaV2BaseGenerator) -> None
     assert lengths[0] < lengths[1]
 
 
-def test_item_049_special_tokens_in_the_output(
-    base: ExLlamaV2BaseGenerator, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_item_049_special_tokens_in_the_output(base: ExLlamaV2BaseGenerator, tokenizer: ExLlamaV2Tokenizer) -> None:
     settings = Settings.greedy()
     settings.allow_tokens(tokenizer, ["<|im_start|>"])
-    assert (
-        base.generate_simple(PROMPT, settings, 2, decode_special_tokens=True) == PROMPT + "<|im_start|>" * 2
-    )
+    assert base.generate_simple(PROMPT, settings, 2, decode_special_tokens=True) == PROMPT + "<|im_start|>" * 2
     assert base.generate_simple(PROMPT, settings, 2) == PROMPT
 
 
@@ -204,9 +200,7 @@ def test_item_050_one_adapter_a_list_or_none(
     model = loaded(folder)
     plain = text(model)
     one = ExLlamaV2Lora.from_directory(model, str(lora.folder))
-    merged = text(
-        loaded(merge_into_model(folder, tmp_path / "merged", (lora, 1.0)))
-    )  # while reading and generating
+    merged = text(loaded(merge_into_model(folder, tmp_path / "merged", (lora, 1.0))))  # while reading and generating
     assert merged != plain
     assert [text(model, loras) for loras in (None, one, [one], [])] == [plain, merged, merged, plain]
 
@@ -276,15 +270,9 @@ def test_item_055_completion_only(base: ExLlamaV2BaseGenerator) -> None:
     assert whole == PROMPT + base.generate_simple(PROMPT, Settings.greedy(), 5, completion_only=True)
 
 
-def test_item_056_filters(
-    base: ExLlamaV2BaseGenerator, model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_item_056_filters(base: ExLlamaV2BaseGenerator, model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> None:
     def text(made: Any, **options: Any) -> str:
-        return str(
-            base.generate_simple(
-                PROMPT, Settings.greedy(), 12, filters=[made], completion_only=True, **options
-            )
-        )
+        return str(base.generate_simple(PROMPT, Settings.greedy(), 12, filters=[made], completion_only=True, **options))
 
     assert text(ExLlamaV2SelectFilter(model, tokenizer, [" yes", " no"])) in (" yes", " no")
     assert text(ExLlamaV2PrefixFilter(model, tokenizer, " and so")).startswith(" and so")
@@ -292,9 +280,7 @@ def test_item_056_filters(
     assert tokenizer.encode(short).shape[1] == 1
 
 
-def test_item_057_hooks_see_and_replace_tokens(
-    base: ExLlamaV2BaseGenerator, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_item_057_hooks_see_and_replace_tokens(base: ExLlamaV2BaseGenerator, tokenizer: ExLlamaV2Tokenizer) -> None:
     class Shout(ExLlamaV2PostSamplingHook):
         """Puts one token in the place of every second one."""
 
@@ -354,9 +340,7 @@ def test_item_062_a_cache_after_loading(model: ExLlamaV2) -> None:
     assert cache.max_seq_len == cache.key_states[0].shape[1] == 4096
 
 
-def test_item_065_an_adapter_from_a_folder_is_its_merged_weights(
-    folder: Path, lora: Adapter, tmp_path: Path
-) -> None:
+def test_item_065_an_adapter_from_a_folder_is_its_merged_weights(folder: Path, lora: Adapter, tmp_path: Path) -> None:
     model = loaded(folder)
     one = ExLlamaV2Lora.from_directory(model, str(lora.folder))
     merged = loaded(merge_into_model(folder, tmp_path / "merged", (lora, 1.0)))

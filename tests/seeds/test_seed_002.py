@@ -29,9 +29,7 @@ def job(tokenizer: ExLlamaV2Tokenizer, prompt: str, count: int, **options: Any) 
     return ExLlamaV2DynamicJob(tokenizer.encode(prompt), count, **options)
 
 
-def test_item_067_the_stages_come_in_order(
-    generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_item_067_the_stages_come_in_order(generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer) -> None:
     generator.enqueue(job(tokenizer, PROMPT, 5))
     assert generator.num_remaining_jobs() == 1
     stages = [result["stage"] for result in drain(generator)]
@@ -194,9 +192,7 @@ def test_item_078_the_sampling_strategy_shapes_the_output(
 ) -> None:
     def spread(**fields: Any) -> Counter[int]:
         settings = Settings(**{"token_repetition_penalty": 1.0, "top_k": 0, "top_p": 1.0} | fields)
-        jobs = [
-            ExLlamaV2DynamicJob(tokenizer.encode(PROMPT), 1, gen_settings=settings, seed=s) for s in range(60)
-        ]
+        jobs = [ExLlamaV2DynamicJob(tokenizer.encode(PROMPT), 1, gen_settings=settings, seed=s) for s in range(60)]
         generator.enqueue(jobs)
         drain(generator)
         return Counter(one.sequences[0].ids[-1] for one in jobs)

@@ -28,9 +28,7 @@ Settings = ExLlamaV2Sampler.Settings
 
 
 @pytest.fixture
-def streaming(
-    model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
-) -> ExLlamaV2StreamingGenerator:
+def streaming(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer) -> ExLlamaV2StreamingGenerator:
     """The generator of this document."""
     return ExLlamaV2StreamingGenerator(model, cache, tokenizer)
 
@@ -89,9 +87,7 @@ def test_item_081_each_kind_of_cache(
     assert text(chunks(made, 8)) == answer(PROMPT, 8)
 
 
-def test_item_082_stop_conditions(
-    streaming: ExLlamaV2StreamingGenerator, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_item_082_stop_conditions(streaming: ExLlamaV2StreamingGenerator, tokenizer: ExLlamaV2Tokenizer) -> None:
     for condition in (tokenizer.single_id("."), "."):
         streaming.set_stop_conditions([condition])
         begin(streaming)

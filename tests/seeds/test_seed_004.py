@@ -45,9 +45,7 @@ def test_item_095_the_folder_is_all_there_is_to_give(folder: Path) -> None:
     assert config.max_seq_len == raw["max_position_embeddings"]
 
 
-@pytest.mark.parametrize(
-    "name", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM"]
-)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM"])
 def test_item_096_architectures_are_detected(tmp_path: Path, name: str) -> None:
     config = ExLlamaV2Config(str(make(tmp_path, architectures=[name], hidden_act="silu")))
     assert config.architecture == name
@@ -64,9 +62,7 @@ def test_item_096_an_unknown_architecture_is_named(tmp_path: Path) -> None:
 )
 def test_item_097_exl2_and_gptq_load_and_generate(fixtures_dir: Path, name: str) -> None:
     model = loaded(fixtures_dir / name)
-    made = ExLlamaV2DynamicGenerator(
-        model, ExLlamaV2Cache(model, max_seq_len=256), ExLlamaV2Tokenizer(model.config)
-    )
+    made = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=256), ExLlamaV2Tokenizer(model.config))
     text = made.generate(PROMPT, 8, gen_settings=Settings.greedy(), add_bos=True)
     assert text.startswith(PROMPT + ", there was a")
 
@@ -162,9 +158,7 @@ def test_item_105_auto_split_needs_a_lazy_cache(folder: Path, model: ExLlamaV2) 
 
 def two_devices(first: int, second: int = 1 << 40) -> Callable[[str | None], list[DeviceInfo]]:
     """A machine with two devices, made up: so many bytes are free on each."""
-    return lambda wish: [
-        DeviceInfo(f"device {i}", torch.device("cpu"), free) for i, free in enumerate((first, second))
-    ]
+    return lambda wish: [DeviceInfo(f"device {i}", torch.device("cpu"), free) for i, free in enumerate((first, second))]
 
 
 def test_item_106_three_ways_to_load(folder: Path, tokenizer: ExLlamaV2Tokenizer, answer: Answer) -> None:

@@ -47,9 +47,7 @@ def test_item_115_common_prefixes_share_pages(model: ExLlamaV2, tokenizer: ExLla
     assert [one.cached_pages for one in jobs] == [0, 3, 3]
 
 
-def test_item_116_warming_up_changes_nothing(
-    model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer, greedy: Settings
-) -> None:
+def test_item_116_warming_up_changes_nothing(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer, greedy: Settings) -> None:
     texts = []
     for warm in (True, False):
         made = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=512), tokenizer)
@@ -61,9 +59,7 @@ def test_item_116_warming_up_changes_nothing(
     assert texts[0] == texts[1]
 
 
-def test_item_117_many_prompts_over_a_cache_of_one_row(
-    generator: ExLlamaV2DynamicGenerator, answer: Answer
-) -> None:
+def test_item_117_many_prompts_over_a_cache_of_one_row(generator: ExLlamaV2DynamicGenerator, answer: Answer) -> None:
     assert generator.cache.batch_size == generator.model.config.max_batch_size == 1
     prompts = [PROMPT, "The", "#include", "She was"]
     jobs = [job(generator.tokenizer.encode(prompt), 6) for prompt in prompts]
@@ -74,9 +70,7 @@ def test_item_117_many_prompts_over_a_cache_of_one_row(
     assert [one.full_completion for one in jobs] == [answer(prompt, 6) for prompt in prompts]
 
 
-def test_item_118_batch_and_queue_sizes(
-    model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_item_118_batch_and_queue_sizes(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer) -> None:
     # Without a batch size: as many rows of so many tokens as the model computes at once.
     for sizes, rows in (
         ({"max_batch_size": 2, "max_q_size": 1}, 2),
@@ -127,9 +121,7 @@ def test_item_121_ids_and_strings_stop(
     generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer, greedy: Settings, stop: str
 ) -> None:
     condition = tokenizer.single_id(".") if stop.startswith("id") else stop
-    text = generator.generate(
-        PROMPT, 40, gen_settings=greedy, stop_conditions=[condition], completion_only=True
-    )
+    text = generator.generate(PROMPT, 40, gen_settings=greedy, stop_conditions=[condition], completion_only=True)
     assert text == ", there was a little girl named Tim"
 
 
@@ -158,9 +150,7 @@ def test_item_124_healing_repairs_the_seam(generator: ExLlamaV2DynamicGenerator,
         assert text.startswith("Once upon a time")
 
 
-def test_item_125_settings_take_effect(
-    generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer
-) -> None:
+def test_item_125_settings_take_effect(generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer) -> None:
     def ids(**fields: Any) -> list[int]:
         settings = Settings.greedy(**fields)
         generator.enqueue(made := ExLlamaV2DynamicJob(tokenizer.encode("####"), 10, gen_settings=settings))
@@ -179,9 +169,7 @@ def test_item_125_settings_take_effect(
     settings = Settings(temperature=4.0, top_k=0, top_p=1.0, token_repetition_penalty=1.0)
     free = {generator.generate(PROMPT, 4, gen_settings=settings, seed=seed) for seed in range(4)}
     settings.top_k = 1
-    assert (
-        len(free) > len({generator.generate(PROMPT, 4, gen_settings=settings, seed=s) for s in range(4)}) == 1
-    )
+    assert len(free) > len({generator.generate(PROMPT, 4, gen_settings=settings, seed=s) for s in range(4)}) == 1
 
 
 def test_item_126_thousands_of_jobs(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> None:

@@ -73,9 +73,7 @@ BODIES: dict[str, Hostile] = {
     "token ids": Hostile(COMPLETIONS, 413, repeated("60", '{"prompt":[', "]}")),
     "long token ids": Hostile(COMPLETIONS, 413, repeated("1000000", '{"prompt":[', "]}")),
     "many token ids": Hostile(COMPLETIONS, 400, written(prompt=[60] * 250_000)),
-    "many token ids, a negative one at last": Hostile(
-        COMPLETIONS, 422, written(prompt=[*[60] * 250_000, -1])
-    ),
+    "many token ids, a negative one at last": Hostile(COMPLETIONS, 422, written(prompt=[*[60] * 250_000, -1])),
     "many token ids, a text at last": Hostile(COMPLETIONS, 422, written(prompt=[*[60] * 250_000, "x"])),
     "prompts of a token": Hostile(COMPLETIONS, 413, repeated("[1]", '{"prompt":[', "]}")),
     "many prompts of a token": Hostile(COMPLETIONS, 422, written(prompt=[[1]] * 65_000)),
@@ -94,16 +92,12 @@ BODIES: dict[str, Hostile] = {
     "messages without content": Hostile(CHAT, 413, repeated('{"role":"x"}', '{"messages":[', "]}")),
     "messages": Hostile(CHAT, 413, repeated('{"role":"user","content":""}', '{"messages":[', "]}")),
     "ten thousand messages": Hostile(CHAT, 400, messages([USER] * 10_000)),
-    "ten thousand messages, the last one wrong": Hostile(
-        CHAT, 422, messages([*[USER] * 9_999, '{"role":"user"}'])
-    ),
+    "ten thousand messages, the last one wrong": Hostile(CHAT, 422, messages([*[USER] * 9_999, '{"role":"user"}'])),
     "more messages than are taken": Hostile(CHAT, 422, messages([USER] * 20_000)),
     "parts of a message": Hostile(
         CHAT, 413, repeated('{"type":"text","text":""}', '{"messages":[{"role":"user","content":[', "]}]}")
     ),
-    "a long message": Hostile(
-        CHAT, 400, repeated("word ", '{"messages":[{"role":"user","content":"', '"}]}', "")
-    ),
+    "a long message": Hostile(CHAT, 400, repeated("word ", '{"messages":[{"role":"user","content":"', '"}]}', "")),
     "a long role": Hostile(CHAT, 422, repeated("r", '{"messages":[{"role":"', '","content":"a"}]}', "")),
     "arguments of an earlier call": Hostile(CHAT, 413, earlier_call("[" + "[]," * (SIZE // 3 - 100) + "0]")),
     "tools": Hostile(
@@ -122,9 +116,7 @@ BODIES: dict[str, Hostile] = {
     "objects": Hostile(COMPLETIONS, 413, repeated('{"a":1}', '{"prompt":"a","metadata":{"a":[', "]}}")),
     "numbers of four thousand digits": Hostile(COMPLETIONS, 400, repeated("9" * 4000, '{"prompt":[', "]}")),
     "numbers of four hundred digits": Hostile(COMPLETIONS, 422, repeated("9" * 399, '{"prompt":[', "]}")),
-    "a number of four million digits": Hostile(
-        COMPLETIONS, 400, repeated("9", '{"prompt":"a","seed":', "}", "")
-    ),
+    "a number of four million digits": Hostile(COMPLETIONS, 400, repeated("9", '{"prompt":"a","seed":', "}", "")),
     "biases": Hostile(COMPLETIONS, 413, numbered('"#":"x"', '{"prompt":"a","logit_bias":{', "}}")),
     "stop strings": Hostile(COMPLETIONS, 413, repeated('"x"', '{"prompt":"a","stop":[', "]}")),
     "banned strings": Hostile(COMPLETIONS, 422, written(prompt="a", n=16, banned_strings=phrases(256, 1000))),

@@ -69,9 +69,7 @@ def test_a_body_is_parsed_once_and_validated_once(
         assert [name.startswith(WHERE) for name in done] == [False, True]
 
 
-def test_a_large_prompt_is_encoded_off_the_event_loop(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_prompt_is_encoded_off_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = server.engine.models["tiny"].info.tokenizer
     encode, names = tokenizer.encode, []
 
@@ -156,11 +154,7 @@ def unbounded_places(schema: Any, place: str = "") -> Iterator[str]:
         return
     if schema.get("type") == "array" and "maxItems" not in schema:
         yield place
-    if (
-        schema.get("type") == "object"
-        and schema.get("additionalProperties")
-        and "maxProperties" not in schema
-    ):
+    if schema.get("type") == "object" and schema.get("additionalProperties") and "maxProperties" not in schema:
         yield place
     for name, inner in schema.items():
         yield from unbounded_places(inner, f"{place}.{name}")

@@ -40,9 +40,7 @@ def server(fixtures_dir: Path) -> Iterator[RunningServer]:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("path", "asked"), ASKED)
-def test_a_json_schema_is_answered_in_full(
-    server: RunningServer, path: str, asked: dict[str, Any], seed: int
-) -> None:
+def test_a_json_schema_is_answered_in_full(server: RunningServer, path: str, asked: dict[str, Any], seed: int) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": True}}
     status, reply = server.post(path, **asked, response_format=form, max_tokens=ENOUGH, seed=seed)
     assert status == 200, reply

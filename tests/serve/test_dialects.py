@@ -67,9 +67,7 @@ class ToyWriter:
         return dict.fromkeys(("queue_seconds", "prompt_seconds", "generation_seconds"), 0.0)
 
 
-def to_generation_request(
-    request: ToyRequest, model: ModelInfo, limits: Limits, salt: str
-) -> GenerationRequest:
+def to_generation_request(request: ToyRequest, model: ModelInfo, limits: Limits, salt: str) -> GenerationRequest:
     fields = request.model_dump(exclude_unset=True)
     completion = CompletionRequest.model_validate({"prompt": fields.pop("question"), **fields})
     return completion_generation_request(completion, model, limits, salt)

@@ -14,10 +14,7 @@ from exlm.serve import ApiKeys, Limits, Options
 from tests.serve.running_server import RunningServer, preloaded, running_server
 
 KEY = b"sk-frame"
-HEAD = (
-    b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-    b"Authorization: Bearer " + KEY + b"\r\n"
-)
+HEAD = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nAuthorization: Bearer " + KEY + b"\r\n"
 BODY = b'{"text":"a"}'
 CHUNKED = b"c\r\n" + BODY + b"\r\n0\r\n\r\n"
 SECOND = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer " + KEY + b"\r\n\r\n"
@@ -50,10 +47,7 @@ def test_requests_with_clear_framing_are_answered(server: RunningServer) -> None
         HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + CHUNKED,
         HEAD + b"Content-Length: 12\r\nContent-Length: 12\r\nConnection: close\r\n\r\n" + BODY,
         HEAD + b"Transfer-Encoding:\r\n chunked\r\nConnection: close\r\n\r\n" + CHUNKED,
-        HEAD
-        + b"Content-Length: 12\r\n\r\n"
-        + BODY
-        + SECOND.replace(b"Host: a", b"Host: a\r\nConnection: close"),
+        HEAD + b"Content-Length: 12\r\n\r\n" + BODY + SECOND.replace(b"Host: a", b"Host: a\r\nConnection: close"),
     ):
         told = answered(server, sent)
         assert told.startswith(b"HTTP/1.1 200 OK\r\n"), told

@@ -145,9 +145,7 @@ def test_minus_one_means_off(host: ModelInfo) -> None:
 
 
 def test_a_guided_pair_may_be_as_long_as_the_cache_has_room(generator: Generator, host: ModelInfo) -> None:
-    hosted = replace(
-        host, max_seq_len=generator.max_sequence_length(), max_cfg_len=generator.max_sequence_length(2)
-    )
+    hosted = replace(host, max_seq_len=generator.max_sequence_length(), max_cfg_len=generator.max_sequence_length(2))
     assert hosted.max_cfg_len == min(generator.max_seq_len, generator.max_total_tokens // 2)
     asked = {
         "prompt": "a" * (host.max_seq_len - 8),
@@ -205,9 +203,7 @@ def test_a_template_without_system_messages_gets_tools_in_the_first_turn(
     templated: Callable[[str], ModelInfo],
 ) -> None:
     host = templated(TURNS)
-    calls = [
-        {"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in ("1", "2")
-    ]
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in ("1", "2")]
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "tool_calls": calls},
@@ -268,9 +264,7 @@ def test_the_concurrency_limiter_counts() -> None:
 
 @given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))
 @settings(max_examples=200)
-def test_a_shared_limiter_keeps_a_slot_for_a_caller_without_one(
-    most: int, walk: list[tuple[str, bool]]
-) -> None:
+def test_a_shared_limiter_keeps_a_slot_for_a_caller_without_one(most: int, walk: list[tuple[str, bool]]) -> None:
     gate = ConcurrencyLimiter(most, "requests", shared=True)
     there: dict[str, list[ExitStack]] = {name: [] for name in "abcde"}
     for name, comes in walk:

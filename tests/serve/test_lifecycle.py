@@ -313,9 +313,7 @@ def test_a_second_signal_ends_at_once_without_output(chatty: Path, tmp_path: Pat
             time.sleep(0.3)
             process.send_signal(signal.SIGINT)
             assert process.wait(20) == 0
-            with pytest.raises(
-                (http.client.HTTPException, OSError)
-            ):  # cut off: after 4 s it would have got an error
+            with pytest.raises((http.client.HTTPException, OSError)):  # cut off: after 4 s it would have got an error
                 reply.read()
         assert process.stderr is not None
         assert process.stderr.read() == ""

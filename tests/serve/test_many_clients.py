@@ -78,9 +78,7 @@ def roomy(chatty: Path) -> Iterator[RunningServer]:
 def settled(server: RunningServer) -> bool:
     hosted = server.engine.models["tiny"]
     return not (
-        hosted.activity.pending_jobs
-        or hosted.generator.jobs
-        or hosted.generator.generator.num_remaining_jobs()
+        hosted.activity.pending_jobs or hosted.generator.jobs or hosted.generator.generator.num_remaining_jobs()
     )
 
 
@@ -99,9 +97,7 @@ def test_five_hundred_streams_with_a_third_abandoned(roomy: RunningServer) -> No
     assert model["pages"]["free"] == model["pages"]["total"]
     finished = next(i for i, text in enumerate(texts) if text)
     prompt = f"client {finished}: "
-    status, reply = roomy.post(
-        "/v1/completions", prompt=prompt, max_tokens=TOKENS, min_tokens=TOKENS, temperature=0
-    )
+    status, reply = roomy.post("/v1/completions", prompt=prompt, max_tokens=TOKENS, min_tokens=TOKENS, temperature=0)
     assert status == 200
     assert reply["choices"][0]["text"] == texts[finished]  # the same alone as with others
 

@@ -29,9 +29,7 @@ def test_nested_nulls_count_as_left_out() -> None:
         {"role": "tool", "content": "", "tool_call_id": "1"},
     ]
     assert chat(*({**unused, **one} for one in plain)) == chat(*plain)
-    assert chat({"role": "system", "content": "", **unused}, HI) == chat(
-        {"role": "system", "content": ""}, HI
-    )
+    assert chat({"role": "system", "content": "", **unused}, HI) == chat({"role": "system", "content": ""}, HI)
     assert chat({**HI, "content": [part]}) == chat({**HI, "content": [{"type": "text", "text": "hi"}]})
     more = {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}
     assert chat(HI, **more, response_format={"type": "text", "json_schema": None}).stream_options is not None

@@ -95,9 +95,7 @@ def test_a_stream_equals_the_whole_answer(client: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == (
-        whole.choices[0].finish_reason
-    )
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == (whole.choices[0].finish_reason)
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert whole.usage is not None
@@ -106,9 +104,7 @@ def test_a_stream_equals_the_whole_answer(client: openai.OpenAI) -> None:
 
 def test_completions_with_several_prompts(client: openai.OpenAI) -> None:
     prompts = ["The history of", "The river"]
-    reply = client.completions.create(
-        model="tiny", prompt=prompts, max_tokens=6, temperature=0, n=2, echo=True
-    )
+    reply = client.completions.create(model="tiny", prompt=prompts, max_tokens=6, temperature=0, n=2, echo=True)
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
     assert reply.choices[0].text == reply.choices[1].text
     assert reply.choices[0].text.startswith(prompts[0])
@@ -133,9 +129,7 @@ def test_n_and_seed(client: openai.OpenAI) -> None:
 def test_stop(client: openai.OpenAI) -> None:
     reply = client.completions.create(model="tiny", prompt="The history of", max_tokens=12, temperature=0)
     stop = reply.choices[0].text[3:5]
-    cut = client.completions.create(
-        model="tiny", prompt="The history of", max_tokens=12, temperature=0, stop=[stop]
-    )
+    cut = client.completions.create(model="tiny", prompt="The history of", max_tokens=12, temperature=0, stop=[stop])
     assert cut.choices[0].text == reply.choices[0].text.partition(stop)[0]
     assert cut.choices[0].finish_reason == "stop"
 
@@ -333,9 +327,7 @@ def test_our_own_fields_are_accepted(client: openai.OpenAI) -> None:
     assert "the" not in reply.choices[0].text.lower()
     guided = {"negative_prompt": "The river", "cfg_scale": 1.5}
     assert client.completions.create(model="tiny", prompt="The", max_tokens=4, extra_body=guided).choices
-    only = client.completions.create(
-        model="tiny", prompt="The", max_tokens=8, n=3, extra_body={"regex": "[ab]{3}"}
-    )
+    only = client.completions.create(model="tiny", prompt="The", max_tokens=8, n=3, extra_body={"regex": "[ab]{3}"})
     for choice in only.choices:
         assert len(choice.text) == 3
         assert {*choice.text} <= {"a", "b"}

@@ -53,13 +53,9 @@ class Words:
         return ["a", "b", "c", "\ufffd", ""]
 
 
-def order(
-    style: ToolFormat | None, top: int | None = None, count: int = 1, **options: Any
-) -> GenerationRequest:
+def order(style: ToolFormat | None, top: int | None = None, count: int = 1, **options: Any) -> GenerationRequest:
     talk = ChatPrompt("", style, frozenset({"f"}))
-    return GenerationRequest(
-        "m", Words(), job_arguments=({},) * count, top_logprobs=top, chat=talk, **options
-    )  # type: ignore[arg-type]
+    return GenerationRequest("m", Words(), job_arguments=({},) * count, top_logprobs=top, chat=talk, **options)  # type: ignore[arg-type]
 
 
 def accumulate(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -76,9 +72,7 @@ def accumulate(events: list[dict[str, Any]]) -> dict[str, Any]:
             message[name] += delta.get(name, "")
         for call in delta.get("tool_calls", []):
             if call["index"] == len(message["tool_calls"]):
-                message["tool_calls"].append(
-                    {"id": call["id"], "type": call["type"], "function": call["function"]}
-                )
+                message["tool_calls"].append({"id": call["id"], "type": call["type"], "function": call["function"]})
             else:
                 message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     return {"message": message, "finish_reason": reason}

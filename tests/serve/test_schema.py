@@ -192,6 +192,5 @@ def test_a_stream_adds_up_to_the_whole(server: RunningServer, path: str, body: d
             tokens[at] += len(listed.get("content", listed.get("tokens", [])))
     assert texts == [choice.get("text", choice.get("message", {}).get("content")) for choice in whole]
     assert tokens == [
-        len((choice["logprobs"] or {}).get("content", (choice["logprobs"] or {}).get("tokens", [])))
-        for choice in whole
+        len((choice["logprobs"] or {}).get("content", (choice["logprobs"] or {}).get("tokens", []))) for choice in whole
     ]

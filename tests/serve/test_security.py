@@ -19,9 +19,7 @@ from exlm.serve.middleware import Caller
 from tests.serve.running_server import RunningServer, preloaded, running_server, slow_decode
 
 KEY, OTHER, ADMIN = "sk-alice", "sk-bob", "sk-root"
-BOUNDS = Limits(
-    body=20_000, headers=4_000, choices=4, tokens=64, answer=16, requests=8, grammar=2_000, grammars=2
-)
+BOUNDS = Limits(body=20_000, headers=4_000, choices=4, tokens=64, answer=16, requests=8, grammar=2_000, grammars=2)
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -95,9 +93,7 @@ def test_keys_have_salts_and_admin_rights() -> None:
     assert [caller.admin for caller in callers if caller] == [False, False, True]
     assert len({caller.salt for caller in callers if caller}) == 3
     assert ApiKeys().authenticate({}) == Caller()
-    assert (
-        ApiKeys([KEY]).authenticate({b"x-api-key": KEY.encode()}) != callers[0]
-    )  # another server has another secret
+    assert ApiKeys([KEY]).authenticate({b"x-api-key": KEY.encode()}) != callers[0]  # another server has another secret
 
 
 def test_admin_routes_need_an_admin(server: RunningServer) -> None:
@@ -328,9 +324,7 @@ def test_internal_errors_reveal_nothing(server: RunningServer, monkeypatch: pyte
 
 
 def test_a_local_server_answers_to_local_names(chatty: Path) -> None:
-    with running_server(
-        preloaded(chatty), Options(hosts=frozenset(("localhost", "::1", "127.0.0.1")))
-    ) as server:
+    with running_server(preloaded(chatty), Options(hosts=frozenset(("localhost", "::1", "127.0.0.1")))) as server:
         for name in ("localhost", f"127.0.0.1:{server.port}", "[::1]:80", "LOCALHOST:1"):
             assert server.ask("GET", "/v1/models", Host=name)[0] == 200
         for name in ("evil.example", "localhost.evil.example:5000", ""):

@@ -19,8 +19,7 @@ from tests.serve.running_server import RunningServer, listening, preloaded, runn
 KEY = "sk-slow"
 BOUNDS = Limits(header_seconds=0.5, body_seconds=0.5, read_seconds=0.5)
 HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-    b"Authorization: Bearer sk-slow\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nAuthorization: Bearer sk-slow\r\n"
 )
 PATIENT = 20.0
 

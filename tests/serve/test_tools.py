@@ -64,12 +64,8 @@ def test_schemas_refer_to_their_own_definitions(server: RunningServer) -> None:
         JsonSchemaFilter(tokenizer, call_schema([*tools, tool("h", parameters=SELF)], style))
 
 
-@pytest.mark.parametrize(
-    "parameters", [{}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}]
-)
-def test_a_tool_without_parameters_gets_no_arguments(
-    server: RunningServer, parameters: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}])
+def test_a_tool_without_parameters_gets_no_arguments(server: RunningServer, parameters: dict[str, Any]) -> None:
     for seed in range(4):
         assert called(server, [tool("now", **parameters)], seed=seed) == {}
 
@@ -138,9 +134,7 @@ def test_a_marker_that_is_a_special_token_is_matched_by_id(server: RunningServer
     special = {text: number for number, text in tokenizer.extended_id_to_piece.items()}
     opens = next(text for text, number in special.items() if number not in tokenizer.eos_token_ids)
     marked = ToolFormat("hermes", opens, "</end>")
-    fits = GrammarFilter(
-        tokenizer, answer_or_call_grammar(ANSWER, call_schema([tool("f")], marked), marked, special)
-    )
+    fits = GrammarFilter(tokenizer, answer_or_call_grammar(ANSWER, call_schema([tool("f")], marked), marked, special))
     spelled = f'{marked.start_marker}{{"name": "f", "arguments": {{}}}}{marked.end_marker}'
     assert passes(fits, tokenizer, spelled, encode_special_tokens=True)
     assert not passes(fits, tokenizer, spelled)

@@ -17,9 +17,7 @@ from tests.serve.running_server import RunningServer
 
 WEB_FOLDER = Path(exlm.serve.__file__).with_name("web")
 FILES = sorted(
-    path.relative_to(WEB_FOLDER).as_posix()
-    for path in WEB_FOLDER.rglob("*")
-    if path.suffix not in ("", ".txt")
+    path.relative_to(WEB_FOLDER).as_posix() for path in WEB_FOLDER.rglob("*") if path.suffix not in ("", ".txt")
 )
 OWN = [name for name in FILES if not name.startswith("vendor/")]
 SCRIPTS = [name for name in OWN if name.endswith(".js")]
@@ -73,9 +71,7 @@ def test_pages_may_do_nothing_but_ask_their_server(server: RunningServer) -> Non
     assert "content-security-policy" not in server.ask("GET", "/v1/models")[2]
 
 
-@pytest.mark.parametrize(
-    "path", ["/../app.py", "/..%2fapp.py", "/web/index.html", "/nothing.js", "/%00", "/a/b"]
-)
+@pytest.mark.parametrize("path", ["/../app.py", "/..%2fapp.py", "/web/index.html", "/nothing.js", "/%00", "/a/b"])
 def test_nothing_else_is_served(server: RunningServer, path: str) -> None:
     assert server.ask("GET", path)[0] == 404
 
@@ -109,9 +105,7 @@ def test_nothing_comes_from_elsewhere(name: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_read_no_text_as_code(name: str) -> None:
     text = (WEB_FOLDER / name).read_text()
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text
-    )
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
     for found in re.findall(r'from "(.*?)"', text):
         assert (WEB_FOLDER / found).is_file() or found == f"./{SAMPLER_SETTINGS_SCRIPT}"
 
@@ -136,9 +130,7 @@ def test_scripts_are_few_and_short() -> None:
 
 
 def test_every_setting_of_the_panel_is_one_of_the_server() -> None:
-    panel = json.loads(
-        sampler_settings_script().removeprefix("export const SAMPLER_SETTINGS = ").rstrip(";\n")
-    )
+    panel = json.loads(sampler_settings_script().removeprefix("export const SAMPLER_SETTINGS = ").rstrip(";\n"))
     shown = re.findall(r'\{ name: "(\w+)"', (WEB_FOLDER / "settings.js").read_text())
     shown += [field["name"] for field in panel]
     assert len(shown) > 10
@@ -157,9 +149,7 @@ def test_the_script_of_the_panel_is_served(server: RunningServer) -> None:
 
 
 def test_the_page_has_nothing_inline(page: Page) -> None:
-    assert not [
-        attrs for _, attrs in page.tags if any(name == "style" or name.startswith("on") for name in attrs)
-    ]
+    assert not [attrs for _, attrs in page.tags if any(name == "style" or name.startswith("on") for name in attrs)]
     assert not [tag for tag, text in page.texts if tag in ("script", "style")]
     for tag, attrs in page.tags:
         for name in ("src", "href"):

@@ -278,14 +278,10 @@ def test_junk_in_storage_breaks_nothing(page: Page, script: Script) -> None:
     page.reload()
     page.wait_for_selector("#list .name")
     assert sorted(page.locator("#list .name").all_inner_texts()) == ["New chat", "kept"]
-    assert "6 of the conversations kept here cannot be read, and were left alone" in page.inner_text(
-        "#notice"
-    )
+    assert "6 of the conversations kept here cannot be read, and were left alone" in page.inner_text("#notice")
     told(page, "goes on")
     assert page.evaluate("localStorage.getItem('exlm.chat.a')") == "{"
-    page.set_input_files(
-        "#import", {"name": "x.json", "mimeType": "application/json", "buffer": b'{"chats": [3]}'}
-    )
+    page.set_input_files("#import", {"name": "x.json", "mimeType": "application/json", "buffer": b'{"chats": [3]}'})
     page.wait_for_selector("#notice:has-text('no conversations')")
 
 
@@ -294,9 +290,7 @@ def test_no_room_and_no_storage(open_page: Open, script: Script) -> None:
     page.evaluate("() => { Storage.prototype.setItem = () => { throw new DOMException('full'); }; }")
     told(page, "Hello")
     assert "no room left" in page.inner_text("#notice")
-    page = open_page(
-        before="Object.defineProperty(window, 'localStorage', { get() { throw new Error('no'); } })"
-    )
+    page = open_page(before="Object.defineProperty(window, 'localStorage', { get() { throw new Error('no'); } })")
     told(page, "Hello")
     assert page.locator("#list .name").all_inner_texts() == ["Hello"]
 

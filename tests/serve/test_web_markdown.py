@@ -156,9 +156,7 @@ def test_a_formula_that_cannot_be_set_stays_text(page: Page) -> None:
 
 
 def test_code_is_highlighted(page: Page) -> None:
-    (shown, unknown) = page.evaluate(
-        RENDER, ['```js\nconst a = "<b>"; // c\n```', "```nosuchlanguage\n<b>\n```"]
-    )
+    (shown, unknown) = page.evaluate(RENDER, ['```js\nconst a = "<b>"; // c\n```', "```nosuchlanguage\n<b>\n```"])
     assert '<span class="hljs-keyword">const</span> a = <span class="hljs-string">"&lt;b&gt;"</span>' in shown
     assert "<code>&lt;b&gt;</code>" in unknown
 

@@ -197,9 +197,7 @@ def test_documents_loop_controls_and_parts_render_the_same(renderer: TemplateSan
         "{% for m in messages %}{{ loop.index0 }}{{ loop.first }}{{ loop.previtem is defined }}{% endfor %}",
     ],
 )
-def test_the_environment_is_that_of_transformers(
-    renderer: TemplateSandbox, oracle: Any, template: str
-) -> None:
+def test_the_environment_is_that_of_transformers(renderer: TemplateSandbox, oracle: Any, template: str) -> None:
     expected = oracle.apply_chat_template(CONVERSATION, chat_template=template, tokenize=False)
     found = render_chat(renderer, ChatTemplate(template, "x"), CONVERSATION, add_generation_prompt=False)
     assert found == expected
@@ -212,9 +210,7 @@ def test_strftime_now_gives_the_date(renderer: TemplateSandbox) -> None:
 
 
 def test_a_template_may_raise(renderer: TemplateSandbox) -> None:
-    with pytest.raises(
-        ChatTemplateError, match=r"config.json, line \d+: .* refused these messages: unknown role x"
-    ):
+    with pytest.raises(ChatTemplateError, match=r"config.json, line \d+: .* refused these messages: unknown role x"):
         render_chat(renderer, ChatTemplate(LLAMA, "config.json"), [{"role": "x", "content": ""}])
 
 
@@ -270,9 +266,7 @@ def test_a_template_of_the_wrong_shape_is_refused(tmp_path: Path, value: object)
         ({"messages": CONVERSATION, "documents": "x"}, "documents should be a list"),
     ],
 )
-def test_messages_of_the_wrong_shape_are_refused(
-    renderer: TemplateSandbox, arguments: Any, says: str
-) -> None:
+def test_messages_of_the_wrong_shape_are_refused(renderer: TemplateSandbox, arguments: Any, says: str) -> None:
     with pytest.raises(ChatTemplateError, match=says):
         render_chat(renderer, ChatTemplate("x", "x"), **arguments)
 

@@ -182,9 +182,7 @@ def test_special_token_texts_for_chat_templates() -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        TokenizerError, match=r"No supported tokenizer found: .* has no tokenizer.json and no"
-    ):
+    with pytest.raises(TokenizerError, match=r"No supported tokenizer found: .* has no tokenizer.json and no"):
         Codec.from_folder(tmp_path)
     with pytest.raises(FileNotFoundError, match="No supported tokenizer found"):  # as old scripts expect it
         Codec.from_folder(tmp_path / "not there")

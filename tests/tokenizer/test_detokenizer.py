@@ -28,9 +28,7 @@ def codec(kind: str) -> Codec:
         return Codec(SentencePieceBackend.from_file(mistral_v1_model(), FOLDER), FOLDER)
     if kind == "unigram":
         pieces = ["<unk>", "\u2581", "\u2581the", "\u2581cat", "s", "a", "t", "\u00e9", ","]
-        library = tokenizers.Tokenizer(
-            models.Unigram([(piece, -float(n)) for n, piece in enumerate(pieces)], 0, False)
-        )
+        library = tokenizers.Tokenizer(models.Unigram([(piece, -float(n)) for n, piece in enumerate(pieces)], 0, False))
         library.pre_tokenizer = pre_tokenizers.Metaspace()
         library.decoder = decoders.Metaspace()
         return Codec(HFBackend(library.to_str(), FOLDER), FOLDER)
@@ -52,9 +50,7 @@ def push_in_parts(stream: Detokenizer, ids: list[int], cuts: list[int]) -> str:
 @pytest.mark.parametrize("kind", KINDS[:3])
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 5), max_size=20), special=st.booleans())
 @settings(max_examples=150)
-def test_parts_of_encoded_text_join_to_the_decoded_whole(
-    kind: str, text: str, cuts: list[int], special: bool
-) -> None:
+def test_parts_of_encoded_text_join_to_the_decoded_whole(kind: str, text: str, cuts: list[int], special: bool) -> None:
     ours = codec(kind)
     ids = ours.encode(text, parse_special=special)
     for continues in (False, True):

@@ -202,9 +202,7 @@ def test_phi3_special_tokens_strip_whitespace_to_their_right() -> None:
     other = codec(metadata | more | {"general.architecture": "llama"})
     assert phi.encode("<|user|>\n hi", parse_special=True) == phi.encode("<|user|>hi", parse_special=True)
     assert other.encode("<|user|>\n hi", parse_special=True) != other.encode("<|user|>hi", parse_special=True)
-    assert phi.encode("<|endoftext|>\n", parse_special=True) == other.encode(
-        "<|endoftext|>\n", parse_special=True
-    )
+    assert phi.encode("<|endoftext|>\n", parse_special=True) == other.encode("<|endoftext|>\n", parse_special=True)
 
 
 def test_token_roles_and_flags_are_read() -> None:
@@ -233,9 +231,7 @@ def test_chat_templates() -> None:
     metadata = metadata_from_json(byte_level_json())
     none = ChatTemplates.from_folder(codec(metadata).files)
     assert none.templates == {}
-    with pytest.raises(
-        ChatTemplateError, match=r"model\.gguf has no .* \(looked in tokenizer\.chat_template\)"
-    ):
+    with pytest.raises(ChatTemplateError, match=r"model\.gguf has no .* \(looked in tokenizer\.chat_template\)"):
         none.choose()
     one = codec(metadata | {"tokenizer.chat_template": "{{ 1 }}"})
     template = ChatTemplates.from_folder(one.files).default

@@ -82,9 +82,7 @@ def test_special_text_is_text_unless_asked() -> None:
 def test_ordinary_added_tokens_are_always_found() -> None:
     ours = backend(byte_level_json())
     for special in (False, True):
-        assert ours.nonspecial_added_tokens["<tool_call>"] in ours.tokenize(
-            "x<tool_call>y", parse_special=special
-        )
+        assert ours.nonspecial_added_tokens["<tool_call>"] in ours.tokenize("x<tool_call>y", parse_special=special)
 
 
 def json_with_merges_to(text: str) -> str:
@@ -136,9 +134,7 @@ def test_a_special_letter_keeps_its_id() -> None:
     library.add_special_tokens(["!"])
     ours = backend(library.to_str())
     assert (
-        ours.tokenize("!", parse_special=False)
-        == ours.tokenize("!", parse_special=True)
-        == [ours.special_tokens["!"]]
+        ours.tokenize("!", parse_special=False) == ours.tokenize("!", parse_special=True) == [ours.special_tokens["!"]]
     )
 
 
@@ -232,9 +228,7 @@ def test_stripping_flags_are_those_of_transformers(tmp_path: Path) -> None:
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ours = Codec.from_folder(tmp_path)
     for text in ["a  <|im_end|>\n\n b", " <|im_end|> ", "a<|im_start|>", "a <|im_start|>  b", "x <|im_end|>"]:
-        assert ours.encode(text, parse_special=True) == oracle.encode(text, add_special_tokens=False), repr(
-            text
-        )
+        assert ours.encode(text, parse_special=True) == oracle.encode(text, add_special_tokens=False), repr(text)
 
 
 def test_a_continuation_gets_no_prefix_space() -> None:
@@ -243,15 +237,11 @@ def test_a_continuation_gets_no_prefix_space() -> None:
     assert ours.tokenize("Hello", parse_special=False, continues=True) == [ours.piece_to_id("Hello")]
     assert ours.tokenize(" Hello", parse_special=False, continues=True) == [ours.piece_to_id("\u2581Hello")]
     same = backend(byte_level_json())
-    assert same.tokenize("Hello", parse_special=False, continues=True) == same.tokenize(
-        "Hello", parse_special=False
-    )
+    assert same.tokenize("Hello", parse_special=False, continues=True) == same.tokenize("Hello", parse_special=False)
 
 
 def test_decoders_of_other_kinds_decode_as_their_library_does() -> None:
-    library = tokenizers.Tokenizer(
-        models.WordPiece({"[U]": 0, "play": 1, "##ing": 2, "now": 3}, unk_token="[U]")
-    )
+    library = tokenizers.Tokenizer(models.WordPiece({"[U]": 0, "play": 1, "##ing": 2, "now": 3}, unk_token="[U]"))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.decoder = tokenizers.decoders.WordPiece()
     ours = backend(library.to_str())
@@ -301,9 +291,7 @@ def test_long_texts_are_encoded_as_short_ones_are(fixtures_dir: Path) -> None:
 def test_other_threads_run_while_a_long_text_is_encoded(fixtures_dir: Path) -> None:
     file = fixtures_dir / "tiny-lm" / "tokenizer.json"
     made = HFBackend.from_file(file, read_tokenizer_files(file.parent))
-    encoding = threading.Thread(
-        target=lambda: made.tokenize("words and words " * 30_000, parse_special=False)
-    )
+    encoding = threading.Thread(target=lambda: made.tokenize("words and words " * 30_000, parse_special=False))
     encoding.start()
     turns = 0
     while encoding.is_alive():

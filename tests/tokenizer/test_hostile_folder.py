@@ -35,9 +35,7 @@ def pieces(folder: Path) -> Path:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "a", "\u2581"]
     told: dict[str, Any] = {"model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens)}
     told["token_type"] = [2, 3, 3] + [6] * 256 + [1, 1]
-    data = tokenizer_model(
-        GgufVocabulary({f"tokenizer.ggml.{key}": value for key, value in told.items()}, "x")
-    )
+    data = tokenizer_model(GgufVocabulary({f"tokenizer.ggml.{key}": value for key, value in told.items()}, "x"))
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.model").write_bytes(data)
@@ -79,9 +77,7 @@ NAMED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "entry"), NAMED)
-def test_half_a_character_is_refused_by_file_and_entry(
-    folder: Path, name: str, value: Any, entry: str
-) -> None:
+def test_half_a_character_is_refused_by_file_and_entry(folder: Path, name: str, value: Any, entry: str) -> None:
     config = written(folder, name, value)
     with pytest.raises(TokenizerError, match=rf"{name}: {entry} .*half a character") as raised:
         Tokenizer(config)
@@ -89,9 +85,7 @@ def test_half_a_character_is_refused_by_file_and_entry(
 
 
 @pytest.mark.parametrize(("name", "value", "entry"), [one for one in NAMED if "token" in one[2]])
-def test_half_a_character_beside_sentencepiece_is_refused(
-    pieces: Path, name: str, value: Any, entry: str
-) -> None:
+def test_half_a_character_beside_sentencepiece_is_refused(pieces: Path, name: str, value: Any, entry: str) -> None:
     with pytest.raises(TokenizerError, match=rf"{name}: {entry} .*half a character"):
         Tokenizer(written(pieces, name, value))
 
@@ -112,17 +106,13 @@ def test_half_a_character_in_the_vocabulary_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("number", ["1000000000", "4194304", str(2**63), "9" * 5000])
 def test_ids_beyond_any_vocabulary_are_refused(folder: Path, number: str) -> None:
     config = written(folder, "tokenizer_config.json", {"added_tokens_decoder": {number: {"content": "<x>"}}})
-    with pytest.raises(
-        TokenizerError, match=r"tokenizer_config\.json: added_tokens_decoder.*an id below 4,194,304"
-    ):
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: added_tokens_decoder.*an id below 4,194,304"):
         Tokenizer(config)
 
 
 @pytest.mark.parametrize("number", [10**9, 2**63, 10**400, -1, True, 1.5, "3", [], {}, None])
 def test_ids_beyond_any_vocabulary_in_added_tokens_json_are_refused(folder: Path, number: object) -> None:
-    with pytest.raises(
-        TokenizerError, match=r"added_tokens\.json: the id of '<x>' should be a number from 0 to"
-    ):
+    with pytest.raises(TokenizerError, match=r"added_tokens\.json: the id of '<x>' should be a number from 0 to"):
         Tokenizer(written(folder, "added_tokens.json", {"<x>": number}))
 
 

@@ -13,9 +13,7 @@ from exlm.tokenizer.template_sandbox import TemplateSandbox
 I3 = ("<|im_start|>user\n{U}<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n")
 H3 = "<|start_header_id|>{}<|end_header_id|>\n\n"
 ASK3 = H3.format("user") + "{U}<|eot_id|>" + H3.format("assistant")
-COHERE = (
-    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{U}<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
-)
+COHERE = "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{U}<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
 GEMMA = "<bos><start_of_turn>user\n{U}<end_of_turn>\n<start_of_turn>model\n"
 GRANITE3 = "<|start_of_role|>user<|end_of_role|>{U}<|end_of_text|><|start_of_role|>assistant<|end_of_role|>"
 

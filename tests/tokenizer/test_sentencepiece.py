@@ -32,9 +32,7 @@ def test_agrees_with_sentencepiece() -> None:
     texts = random_texts(COUNT, seed=3)
     for path in sentencepiece_models():
         oracle = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        ours = Codec(
-            SentencePieceBackend.from_file(path, TokenizerFiles(path.parent)), TokenizerFiles(path.parent)
-        )
+        ours = Codec(SentencePieceBackend.from_file(path, TokenizerFiles(path.parent)), TokenizerFiles(path.parent))
         for text in [*texts, "", " ", "  a", "\u2581", "[INST] hi [/INST]", "<s>"]:
             expected = oracle.encode(text)
             assert ours.encode(text) == expected, (path.name, text)
@@ -52,9 +50,7 @@ def test_is_the_same_as_its_own_tokenizer_json() -> None:
     for text in random_texts(COUNT, seed=5):
         text = text.lstrip(" \u2581")  # the library of tokenizer.json takes a first space for the one it adds
         for special in (False, True):
-            assert ours.tokenize(text, parse_special=special) == other.tokenize(
-                text, parse_special=special
-            ), repr(text)
+            assert ours.tokenize(text, parse_special=special) == other.tokenize(text, parse_special=special), repr(text)
     assert ours.vocab == other.vocab
     assert dict(ours.special_tokens) == dict(other.special_tokens)
 

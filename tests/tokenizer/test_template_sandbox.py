@@ -187,8 +187,7 @@ def test_threads_share_one_process() -> None:
     shared = TemplateSandbox()
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda n=n: found.append(shared.render("{{ n }}", {"n": n}, "x")))
-        for n in range(8)
+        threading.Thread(target=lambda n=n: found.append(shared.render("{{ n }}", {"n": n}, "x"))) for n in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -211,9 +210,7 @@ def test_a_forked_child_gets_its_own_worker() -> None:
         "    assert os.waitpid(child, 0)[1] == 0\n"
         "    assert r.render('b', {}, 'x') == 'b'\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": source_path()}, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": source_path()}, timeout=60)
     assert done.returncode == 0
 
 

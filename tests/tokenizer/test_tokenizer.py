@@ -61,9 +61,7 @@ def test_encodes_as_the_reference_does(tiny: Tokenizer, fixtures_dir: Path) -> N
         assert tiny.decode(tiny.encode(case["text"])) == [case["text"]]
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(
-    ours: Tokenizer, tiny: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_draft_model_of_another_vocabulary_is_refused(ours: Tokenizer, tiny: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"another vocabulary, of 2,048 tokens; the model's has \d+, and"):
         ours.check_draft(tiny.config)
     with pytest.raises(InputError, match=r"another vocabulary, of \d+ tokens; the model's has 2,048"):
@@ -236,8 +234,7 @@ def test_lookup_tables(ours: Tokenizer) -> None:
     assert healing[639] == [639]
     assert isinstance(ours.get_char_trie(), Tokenizer.Trie)
     assert (
-        ours.single_id(" the")
-        in ours.get_char_trie_ci().children[" "].children["t"].children["h"].children["e"].leaf
+        ours.single_id(" the") in ours.get_char_trie_ci().children[" "].children["t"].children["h"].children["e"].leaf
     )
 
 
@@ -301,9 +298,7 @@ def test_chat(ours: Tokenizer) -> None:
     assert ids.shape[0] == 1
     assert ids[0, :2].tolist() == [0, 1]
     assert torch.equal(ids, ours.encode(text + "<|im_start|>assistant\n", encode_special_tokens=True))
-    assert torch.equal(ours.apply_chat_template(messages, tokenize=True, add_bos=True), ids), (
-        "one BOS is enough"
-    )
+    assert torch.equal(ours.apply_chat_template(messages, tokenize=True, add_bos=True), ids), "one BOS is enough"
     bare = ours.apply_chat_template(messages, tokenize=True, add_bos=True, chat_template="x")
     assert bare[0].tolist() == [0, *ours.encode("x")[0].tolist()]
     with pytest.raises(TokenizerError, match="add_bos"):
@@ -340,7 +335,5 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="no model_dir"):
         Tokenizer(nowhere)
     path: Any = "/path/to/model"
-    with pytest.raises(
-        TokenizerError, match=r"for a Config\('/path/to/model'\), found a str that has no model_dir"
-    ):
+    with pytest.raises(TokenizerError, match=r"for a Config\('/path/to/model'\), found a str that has no model_dir"):
         Tokenizer(path)

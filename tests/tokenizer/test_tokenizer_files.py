@@ -89,9 +89,7 @@ def test_errors_name_the_file_and_the_problem(tmp_path: Path, files: dict[str, o
 def test_files_that_disagree_are_refused(tmp_path: Path) -> None:
     config = {"added_tokens_decoder": {"4": {"content": "<a>", "special": True}}}
     write_folder(tmp_path, tokenizer_config=config, added_tokens={"<a>": 5})
-    with pytest.raises(
-        TokenizerError, match=r"added_tokens.json gives '<a>' the id 5, but tokenizer_config.json"
-    ):
+    with pytest.raises(TokenizerError, match=r"added_tokens.json gives '<a>' the id 5, but tokenizer_config.json"):
         read_tokenizer_files(tmp_path)
 
 

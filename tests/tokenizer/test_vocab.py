@@ -32,9 +32,7 @@ from tests.tokenizer.sample_vocabularies import byte_level_json, metaspace_json,
 
 @lru_cache
 def codec(kind: str) -> Codec:
-    folder = TokenizerFiles(
-        Path("folder"), added=(AddedToken("<late>", 32_003 if kind == "spm" else 603, source="x"),)
-    )
+    folder = TokenizerFiles(Path("folder"), added=(AddedToken("<late>", 32_003 if kind == "spm" else 603, source="x"),))
     if kind == "spm":
         return Codec(
             SentencePieceBackend.from_file(mistral_v1_model(), folder),
@@ -85,9 +83,7 @@ def test_the_healing_table_lets_every_token_be_replaced_by_those_that_start_like
     assert list(table) == list(range(610 if kind == "json" else 32_010))
     raw = [b"" if n in ours.special_texts else key for n, key in enumerate(known.table)]
     for number in [*random.Random(2).sample(range(ours.size), 200), *range(256)]:
-        expected = (
-            [n for n, other in enumerate(raw) if other.startswith(raw[number])] if raw[number] else [number]
-        )
+        expected = [n for n, other in enumerate(raw) if other.startswith(raw[number])] if raw[number] else [number]
         assert table[number] == expected
         assert number in table[number]
     assert table[max(table)] == [max(table)]

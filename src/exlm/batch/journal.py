@@ -135,9 +135,7 @@ class Journal:
 def write_error(path: Path, error: OSError, more: str = "") -> JournalError:
     """A JournalError for a failed write."""
     if error.errno in DISK_FULL:
-        return JournalError(
-            f"There is no room to write {path} ({error.strerror}).{more} Make room, run again."
-        )
+        return JournalError(f"There is no room to write {path} ({error.strerror}).{more} Make room, run again.")
     return JournalError(f"{path} cannot be written: {error.strerror or error}.{more}")
 
 

@@ -101,9 +101,7 @@ def is_answered(path: Path, rows: Rows, model: str) -> bool:
         return False
     bodies = [(line.get("response") or {}).get("body") or {} for line in lines]
     ids = [f"batch_req_{_row_hash(rows.sha256, index)}" for index in range(len(rows.rows))]
-    return [line.get("id") for line in lines] == ids and all(
-        body.get("model", model) == model for body in bodies
-    )
+    return [line.get("id") for line in lines] == ids and all(body.get("model", model) == model for body in bodies)
 
 
 def write_answers(path: Path, journal: Journal, rows: Rows) -> None:

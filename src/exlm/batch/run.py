@@ -87,8 +87,7 @@ class _BatchRun:
     def _enqueue_row(self, index: int, row: Row) -> None:
         writer = self.handler.response_writer(index, row)
         jobs = [
-            Job(**arguments, identifier=(index, text))
-            for text, arguments in enumerate(writer.request.job_arguments)
+            Job(**arguments, identifier=(index, text)) for text, arguments in enumerate(writer.request.job_arguments)
         ]
         try:
             self.generator.enqueue(jobs)

@@ -131,9 +131,7 @@ def loaded_model(config: BenchmarkConfig, device: torch.device) -> Iterator[tupl
         model = TimedModel(model_config)
         if config.model is None:
             fmt = synthetic_format(config.format, config.bits)
-            model.open_checkpoint = lambda frozen: SyntheticCheckpoint(
-                frozen.spec, fmt, repetitive=config.ngram
-            )
+            model.open_checkpoint = lambda frozen: SyntheticCheckpoint(frozen.spec, fmt, repetitive=config.ngram)
         start = time.perf_counter()
         model.load()
         if device.type == "cuda":
@@ -187,9 +185,7 @@ class _Benchmark:
         work = Workload(self.model, self.tokenizer, cache, row.batch, row.work == "ngram")
         if row.work == "prompt":
             timings = [work.prompt(row.context, row=other) for other in range(2 * PROMPT_REPEATS)]
-            return self._with_results(
-                row, sorted(timings[PROMPT_REPEATS:])[PROMPT_REPEATS // 2], 0.0, row.context
-            )
+            return self._with_results(row, sorted(timings[PROMPT_REPEATS:])[PROMPT_REPEATS // 2], 0.0, row.context)
         before = max(1, row.context - config.tokens // 2)  # centre the timed steps on the context
         timing = work.decode(row.batch, before, config.tokens, config.ngram)
         tokens_read = row.batch * (before + config.tokens / 2)

@@ -49,9 +49,7 @@ def compare(
     interpreters |= pythons or {}
     if unknown := set(interpreters) - set(ENGINES):
         raise InputError(f"No engine is called {', '.join(sorted(unknown))}: {', '.join(ENGINES)}.")
-    skipped = [
-        f"{name}: {needs} is not installed" for name, needs in ENGINES.items() if name not in interpreters
-    ]
+    skipped = [f"{name}: {needs} is not installed" for name, needs in ENGINES.items() if name not in interpreters]
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in interpreters}
     for turn in range(turns):
         for number, name in enumerate(list(runs)):

@@ -17,16 +17,7 @@ from torch import Tensor
 
 from .. import spec
 from ..errors import InputError
-from ..formats import (
-    DenseWeight,
-    Exl2Scales,
-    KQuantScales,
-    PackedWeight,
-    PlainScales,
-    Scales,
-    Segment,
-    Weight,
-)
+from ..formats import DenseWeight, Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment, Weight
 from ..formats.bits import num_words
 from ..formats.exl2 import BIT_WIDTHS
 from ..formats.gguf_types import BLOCK_LAYOUTS
@@ -73,9 +64,7 @@ class RandomTensors:
 class SyntheticFormat(Protocol):
     """A format with its number of bits."""
 
-    def weight(
-        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
-    ) -> Weight:
+    def weight(self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float) -> Weight:
         """A random matrix with about this standard deviation; `head`: it is the LM head's."""
         ...
 
@@ -97,8 +86,7 @@ class Exl2:
             return [(self.head_bits, group_sizes(inputs, GROUP_SIZE))]
         total = self.bits * inputs * outputs
         base = max(
-            (w for w in BIT_WIDTHS if self._bits([(w, group_sizes(inputs, GROUP_SIZE))], outputs) <= total),
-            default=0,
+            (w for w in BIT_WIDTHS if self._bits([(w, group_sizes(inputs, GROUP_SIZE))], outputs) <= total), default=0
         )
         if not base:
             raise InputError(f"{self.bits} bits are too few for EXL2: it needs at least 2.1 with its scales.")
@@ -107,9 +95,7 @@ class Exl2:
         wide: list[tuple[int, tuple[int, ...]]] = []
         rest = inputs
         for width in reversed(wider):
-            extra_bits = (
-                FINE_GROUP_SIZE * (width - base) * outputs + 3 * outputs
-            )  # and three more scales of 4 bits
+            extra_bits = FINE_GROUP_SIZE * (width - base) * outputs + 3 * outputs  # and three more scales of 4 bits
             share = gap / 4 if width != wider[0] else gap
             count = min(int(share / extra_bits + 0.5), rest // FINE_GROUP_SIZE - 1)
             if count > 0:
@@ -117,9 +103,7 @@ class Exl2:
                 rest, gap = rest - FINE_GROUP_SIZE * count, gap - extra_bits * count
         return [*wide, (base, group_sizes(rest, GROUP_SIZE))]
 
-    def weight(
-        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
-    ) -> Weight:
+    def weight(self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float) -> Weight:
         """Random codes, scales and permutation."""
         parts = []
         for bits, sizes in self.segments(inputs, outputs, head):
@@ -149,16 +133,12 @@ class Gptq:
 
     bits: int = 4
 
-    def weight(
-        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
-    ) -> Weight:
+    def weight(self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float) -> Weight:
         """Random codes and zero points, equal scales."""
         if head:
             return DenseWeight(random.floats(outputs, inputs, deviation))
         sizes, centre = group_sizes(inputs, GROUP_SIZE), 1 << (self.bits - 1)
-        scales = torch.full(
-            (len(sizes), outputs), deviation * unit_scale(self.bits), device=random.device
-        ).half()
+        scales = torch.full((len(sizes), outputs), deviation * unit_scale(self.bits), device=random.device).half()
         zeros = random.integers(len(sizes), outputs, centre - 1, centre + 2, torch.uint8)
         codes = random.words(num_words(inputs, self.bits), outputs)
         segment = Segment(self.bits, sizes, codes, PlainScales(scales), zeros)
@@ -186,9 +166,7 @@ class Gguf:
             return "Q6_K" if fits_superblock else "Q8_0"
         return self.kind if fits_superblock else self.legacy_kind
 
-    def weight(
-        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
-    ) -> Weight:
+    def weight(self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float) -> Weight:
         """Random codes and scales; minimums are set so that the mean is near zero."""
         name = self.type_name(inputs, head)
         layout = BLOCK_LAYOUTS[name]
@@ -217,9 +195,7 @@ class Gguf:
         layout = BLOCK_LAYOUTS[name]
         groups_per_block = layout.block_size // layout.group_size
         if groups_per_block == 1:
-            return PlainScales(
-                torch.full((inputs // layout.block_size, outputs), value, device=random.device).half()
-            )
+            return PlainScales(torch.full((inputs // layout.block_size, outputs), value, device=random.device).half())
         dtype = torch.int8 if layout.zero else torch.uint8
         blocks = torch.arange(inputs // layout.block_size, dtype=torch.int32, device=random.device)
         return KQuantScales(
@@ -233,9 +209,7 @@ class Gguf:
 class Dense:
     """Dense float16."""
 
-    def weight(
-        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
-    ) -> Weight:
+    def weight(self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float) -> Weight:
         """Normally distributed values."""
         return DenseWeight(random.floats(outputs, inputs, deviation))
 
@@ -293,9 +267,7 @@ class SyntheticCheckpoint:
     embedding of each is the head's vector for the next one, and the layers add almost nothing.
     """
 
-    def __init__(
-        self, model: spec.Model, fmt: SyntheticFormat, *, repetitive: bool = False, seed: int = 0
-    ) -> None:
+    def __init__(self, model: spec.Model, fmt: SyntheticFormat, *, repetitive: bool = False, seed: int = 0) -> None:
         self._format = fmt
         self._repetitive = repetitive
         self._seed = seed

@@ -65,9 +65,7 @@ def check_size(path: Path, found: int, expected: int) -> None:
 def refuse_lfs_pointer(path: Path, start: bytes) -> None:
     """BadFile if a file begins as a git-lfs pointer does."""
     if start.startswith(_LFS):
-        raise BadFile(
-            f"{path}: this is a git-lfs pointer, not the file itself. Run `git lfs pull` in {path.parent}."
-        )
+        raise BadFile(f"{path}: this is a git-lfs pointer, not the file itself. Run `git lfs pull` in {path.parent}.")
 
 
 def parse_json(text: str, *, allow_floats: bool = False) -> Any:

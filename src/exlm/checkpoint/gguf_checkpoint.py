@@ -83,9 +83,7 @@ def gguf_tensor_names(metadata: Mapping[str, Any], source: str) -> GgufTensorNam
 
     hidden, heads = number("embedding_length"), number("attention.head_count")
     head_dim = number("attention.key_length", hidden // heads)
-    table: dict[str, tuple[TensorLocation, ...]] = {
-        role: (TensorLocation(key),) for role, key in TENSOR_KEYS.items()
-    }
+    table: dict[str, tuple[TensorLocation, ...]] = {role: (TensorLocation(key),) for role, key in TENSOR_KEYS.items()}
     q, kv = heads * head_dim, number("attention.head_count_kv", heads) * head_dim
     for role, span in {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}.items():
         table[f"attn.{role}"] += (TensorLocation(LAYER_PREFIX + "attn_qkv", rows=(span,)),)
@@ -137,11 +135,7 @@ class GgufCheckpoint:
         """The stored form in a few words and its stored bytes, bias included, from headers alone."""
         location = self._locate(role, fallback)
         info = self._info(location)
-        rows = (
-            num_rows(location.rows)
-            or num_rows([location.expert_rows] if location.expert_rows else [])
-            or info.rows
-        )
+        rows = num_rows(location.rows) or num_rows([location.expert_rows] if location.expert_rows else []) or info.rows
         total = info.nbytes * rows // info.rows
         bias = self.files.tensors.get(f"{location.key}.bias")
         if bias is not None:
@@ -180,9 +174,7 @@ class GgufCheckpoint:
         if self._tensor_names.norms_plus_one and suffix == "weight" and role_in_layer(role) in NORM_ROLES:
             values = values - 1
         if finite and not bool(values.isfinite().all()):
-            raise BadTensor(
-                f"{info}: expected finite values, found NaN or infinity. Download the file again."
-            )
+            raise BadTensor(f"{info}: expected finite values, found NaN or infinity. Download the file again.")
         return values.view(info.shape).to(device)
 
     def weight(
@@ -215,9 +207,7 @@ class GgufCheckpoint:
             data = weight.data if factor == 1.0 else weight.data.float() * factor
             weight = DenseWeight(_cast(data, info, dtype))
         elif factor != 1.0:
-            raise Unsupported(
-                f"{info}: {info.type_name} with a factor for the whole of {role} cannot be read."
-            )
+            raise Unsupported(f"{info}: {info.type_name} with a factor for the whole of {role} cannot be read.")
         return self._with_bias(weight, role, location, bias, dtype).to(device)
 
     def _tensor_scale(self, location: TensorLocation, role: str) -> float:

@@ -257,8 +257,7 @@ def _tensor_info(cursor: _Cursor) -> GgufTensorInfo:
     kind, block, size = GGUF_TYPES[number]
     if min(shape) < 1 or shape[-1] % block:
         raise damaged(
-            path,
-            f"tensor {quoted(name)}: expected rows of whole {kind} blocks of {block}, found {list(shape)}",
+            path, f"tensor {quoted(name)}: expected rows of whole {kind} blocks of {block}, found {list(shape)}"
         )
     return GgufTensorInfo(name, kind, shape, math.prod(shape) // block * size, path, offset)
 
@@ -271,16 +270,13 @@ def _with_file_offsets(
     last, end = "", 0
     for info in sorted(entries.values(), key=lambda info: info.offset):
         if info.offset % alignment:
-            raise damaged(
-                path, f"tensor {quoted(info.name)}: expected a multiple of {alignment}, found {info.offset}"
-            )
+            raise damaged(path, f"tensor {quoted(info.name)}: expected a multiple of {alignment}, found {info.offset}")
         if info.offset < end:
             raise damaged(path, f"tensors {quoted(last)} and {quoted(info.name)} overlap")
         last, end = info.name, info.offset + info.nbytes
         if start + end > size:
             raise damaged(
-                path,
-                f"tensor {quoted(info.name)} ends at byte {start + end} of {size}; the file is cut short",
+                path, f"tensor {quoted(info.name)} ends at byte {start + end} of {size}; the file is cut short"
             )
     return {name: replace(info, offset=start + info.offset) for name, info in entries.items()}
 
@@ -288,9 +284,7 @@ def _with_file_offsets(
 # -- files -----------------------------------------------------------------------------------------
 
 
-_header_cache: weakref.WeakValueDictionary[tuple[Path, int, int, int, int], GgufHeader] = (
-    weakref.WeakValueDictionary()
-)
+_header_cache: weakref.WeakValueDictionary[tuple[Path, int, int, int, int], GgufHeader] = weakref.WeakValueDictionary()
 """Headers of open files by (path, device, inode, size, mtime), so that opening a file again is quick: parsing
 a vocabulary takes a while."""
 
@@ -405,16 +399,13 @@ def _shards(path: Path, header: GgufHeader) -> list[Path]:
     match = _SHARD_NAME.fullmatch(path.name)
     if match is None or int(match[3]) != count:
         raise BadFile(
-            f"{path}: the file is one of {count} and must keep its name, which ends in "
-            f"-00001-of-{count:05}.gguf."
+            f"{path}: the file is one of {count} and must keep its name, which ends in -00001-of-{count:05}.gguf."
         )
     names = [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, count + 1)]
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise BadFile(
-            f"{path}: expected {count} files, {', '.join(missing[:3])}{more} missing. Download them."
-        )
+        raise BadFile(f"{path}: expected {count} files, {', '.join(missing[:3])}{more} missing. Download them.")
     return [path.parent / name for name in names]
 
 

@@ -86,9 +86,7 @@ class SafetensorsCheckpoint:
             shapes = {suffix: info.shape for suffix, info in stored.items()}
             words = fmt.name
             if fmt.describe is not None:
-                words = fmt.describe(
-                    shapes, lambda suffix: self.files.view(stored[suffix].name), self.quantization
-                )
+                words = fmt.describe(shapes, lambda suffix: self.files.view(stored[suffix].name), self.quantization)
             return words, sum(info.nbytes for info in stored.values())
         info = self._index.info(tensor_key(location, DENSE.marker))
         total = info.nbytes
@@ -256,8 +254,7 @@ class SafetensorsCheckpoint:
                 "expected plain floats."
             )
         raise self._index.missing(
-            f"the {suffix} of {role}",
-            [tensor_key(location, suffix) for location in self.names.locations_of(role)],
+            f"the {suffix} of {role}", [tensor_key(location, suffix) for location in self.names.locations_of(role)]
         )
 
 
@@ -273,12 +270,7 @@ class CastErrors:
 
 
 def copy_rows(
-    files: SafetensorsFolder,
-    info: TensorInfo,
-    spans: Sequence[RowRange],
-    target: torch.Tensor,
-    *,
-    check: bool = False,
+    files: SafetensorsFolder, info: TensorInfo, spans: Sequence[RowRange], target: torch.Tensor, *, check: bool = False
 ) -> CastErrors:
     """Fill `target` with these rows of a tensor, one span after the other.
 
@@ -302,11 +294,7 @@ def copy_rows(
 
 
 def copy_transposed(
-    files: SafetensorsFolder,
-    info: TensorInfo,
-    rows: RowRange,
-    spans: Sequence[RowRange],
-    target: torch.Tensor,
+    files: SafetensorsFolder, info: TensorInfo, rows: RowRange, spans: Sequence[RowRange], target: torch.Tensor
 ) -> CastErrors:
     """Fill `target` with the transpose of these columns of some rows, one span after the other."""
     errors = CastErrors()
@@ -323,12 +311,7 @@ def copy_transposed(
 
 
 def _cast_rows(
-    files: SafetensorsFolder,
-    info: TensorInfo,
-    rows: RowRange,
-    target: torch.Tensor,
-    errors: CastErrors,
-    check: bool,
+    files: SafetensorsFolder, info: TensorInfo, rows: RowRange, target: torch.Tensor, errors: CastErrors, check: bool
 ) -> None:
     for start, stop in _chunks(info, *rows):
         part = target[start - rows[0] : stop - rows[0]]

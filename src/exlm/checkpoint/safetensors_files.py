@@ -151,9 +151,7 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     # The entry of a tensor has three opening brackets in at least fifty bytes. Parsing brackets alone would
     # take twenty times their size in memory.
     if len(raw) > 2**20 and raw.count(b"[") + raw.count(b"{") > len(raw) // 12:
-        raise damaged(
-            path, f"expected a list of tensors as header, found brackets in most of {len(raw)} bytes"
-        )
+        raise damaged(path, f"expected a list of tensors as header, found brackets in most of {len(raw)} bytes")
     try:
         table = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -211,9 +209,7 @@ def _check_every_byte_is_used(path: Path, tensors: dict[str, TensorInfo], start:
                 "it is cut short",
             )
         if first < end:
-            raise damaged(
-                path, f"tensors {quoted(last)} and {quoted(info.name)} overlap at data byte {first}"
-            )
+            raise damaged(path, f"tensors {quoted(last)} and {quoted(info.name)} overlap at data byte {first}")
         if first > end:
             raise damaged(path, f"tensor {quoted(info.name)}: expected to start at {end}, found {first}")
         last, end = info.name, first + info.nbytes
@@ -242,9 +238,7 @@ class SafetensorsFolder:
             sizes[file] = header.file_size
             for name, info in header.tensors.items():
                 found.setdefault(name, []).append(info)
-        self._tensors = {
-            name: _resolve_duplicate(infos, self.index.get(name)) for name, infos in found.items()
-        }
+        self._tensors = {name: _resolve_duplicate(infos, self.index.get(name)) for name, infos in found.items()}
         self._sizes = sizes
         self._maps = MappedFiles(sizes)
 
@@ -426,9 +420,7 @@ def read_index(folder: Path) -> dict[str, str]:
         raise BadFile(f"{path}: not the JSON it should be ({error}). {remedy}") from error
     files = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise BadFile(
-            f"{path}: expected file names by tensor in `weight_map`, found {quoted(files)}. {remedy}"
-        )
+        raise BadFile(f"{path}: expected file names by tensor in `weight_map`, found {quoted(files)}. {remedy}")
     for name, file in files.items():
         if _leaves_folder(file):
             raise BadFile(

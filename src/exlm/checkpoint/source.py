@@ -78,9 +78,7 @@ class WeightSource(Protocol):
         ...
 
 
-def open_source(
-    path: Path, names: TensorNames, quantization: QuantizationConfig | None = None
-) -> WeightSource:
+def open_source(path: Path, names: TensorNames, quantization: QuantizationConfig | None = None) -> WeightSource:
     """The weights at a path: a GGUF file, or a folder of safetensors spelt as `names` says."""
     if path.is_file():
         return GgufCheckpoint.open(path)

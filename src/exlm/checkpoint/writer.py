@@ -67,11 +67,7 @@ class _ShardWriter:
     """Collects tensors and writes a file when a shard is full."""
 
     def __init__(
-        self,
-        folder: Path,
-        limit: int,
-        metadata: dict[str, str],
-        progress: Callable[[int, int], None] | None,
+        self, folder: Path, limit: int, metadata: dict[str, str], progress: Callable[[int, int], None] | None
     ) -> None:
         self.files: list[Path] = []
         self.file_numbers: dict[str, int] = {}  # tensor → number of its file

@@ -37,10 +37,7 @@ Input = Annotated[
     str, typer.Argument(metavar="IN.jsonl", help="Requests in the format of OpenAI's batches, one a line.")
 ]
 Output = Annotated[
-    str,
-    typer.Argument(
-        metavar="OUT.jsonl", help="Where to write the answers, in the same order, when all are done."
-    ),
+    str, typer.Argument(metavar="OUT.jsonl", help="Where to write the answers, in the same order, when all are done.")
 ]
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress.")]
@@ -105,11 +102,7 @@ def _run_rows(model_spec: ModelSpec, rows: Rows, journal: Journal, console: Cons
 
 
 def _run_on_ray(
-    source: str,
-    target: str,
-    model_spec: ModelSpec,
-    make_cluster_config: Callable[[], ClusterConfig],
-    console: Console,
+    source: str, target: str, model_spec: ModelSpec, make_cluster_config: Callable[[], ClusterConfig], console: Console
 ) -> None:
     """Answer the requests in a file, a table or an object store, and write the answers to another."""
     from exlm.batch import is_answered

@@ -62,22 +62,14 @@ def bench(
     format: FormatOption = "exl2",
     bits: BitsOption = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
-    batch: Annotated[
-        str | None, typer.Option(help="Batch sizes at the first context, as in 1,8,32,64.")
-    ] = None,
+    batch: Annotated[str | None, typer.Option(help="Batch sizes at the first context, as in 1,8,32,64.")] = None,
     context: Annotated[
         str | None, typer.Option(help="Context lengths at the first batch size, as in 512,8000.")
     ] = None,
-    cache: Annotated[
-        str, typer.Option(help="Cache types: fp16, fp8, q8, q6, q4, with commas between.")
-    ] = "fp16",
-    prompt: Annotated[
-        int | None, typer.Option(min=1, help="Length of the prompt that is timed, in tokens.")
-    ] = None,
+    cache: Annotated[str, typer.Option(help="Cache types: fp16, fp8, q8, q6, q4, with commas between.")] = "fp16",
+    prompt: Annotated[int | None, typer.Option(min=1, help="Length of the prompt that is timed, in tokens.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to decode for each sequence.")] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="ngram: also time n-gram speculation, on repetitive text.")
-    ] = None,
+    draft: Annotated[str | None, typer.Option(help="ngram: also time n-gram speculation, on repetitive text.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Compare with other engines on the CPU.")] = False,
     peer: Annotated[
@@ -85,9 +77,7 @@ def bench(
     ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Runs of each engine, in turn.")] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the results as this PNG file; needs matplotlib.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the results as this PNG file; needs matplotlib.")] = None,
 ) -> None:
     """Measure loading, prompt and decode speed at several batch sizes, context lengths and cache types.
 
@@ -245,9 +235,7 @@ def _peer_table(peers: list[benchmark.EngineResult], threads: int, turns: int) -
                 continue
             digits = 1 if key == "first" else 0
             better = median(base) / median(values)
-            ratio = (
-                "" if one is exlm_result else f"\n{1 / better if key in _LOWER_IS_BETTER else better:.2f} ×"
-            )
+            ratio = "" if one is exlm_result else f"\n{1 / better if key in _LOWER_IS_BETTER else better:.2f} ×"
             low, high = min(values), max(values)
             cells.append(f"{median(values):.{digits}f} ({low:.{digits}f}–{high:.{digits}f}){ratio}")
         table.add_row(one.engine, *cells)
@@ -275,9 +263,7 @@ def tune(
         found = benchmark.tune(config, on_progress)
     Console().print(_tuning_table(found) if found.changes else "The default settings are the fastest here.")
     if found.file is not None:
-        Console().print(
-            f"A step takes {found.after / found.before:.1%} of the time before. Saved in {found.file}."
-        )
+        Console().print(f"A step takes {found.after / found.before:.1%} of the time before. Saved in {found.file}.")
 
 
 def _tuning_table(found: benchmark.TuningResult) -> Table:

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 GREETING = "/help lists the commands. Ctrl-C stops an answer; twice at the prompt, it leaves."
-MULTILINE_HELP = (
-    'A \\ at the end of a line continues the message; one that begins with """ goes on until """.'
-)
+MULTILINE_HELP = 'A \\ at the end of a line continues the message; one that begins with """ goes on until """.'
 CONTEXT = 4096
 MAX_ANSWER_FRACTION = 1 / 4
 """The part of the context that is reserved for the answer, unless --max-new-tokens is less."""
@@ -37,12 +35,9 @@ Template = Annotated[
     typer.Option(help="The name of a chat template of the model, or of a prompt format (llama3, chatml, …)."),
 ]
 MaxNewTokens = Annotated[int, typer.Option("-n", "--max-new-tokens", help="Longest answer, in tokens.")]
-Seed = Annotated[
-    int | None, typer.Option(help="Seed of the sampler: the same seed gives the same conversation.")
-]
+Seed = Annotated[int | None, typer.Option(help="Seed of the sampler: the same seed gives the same conversation.")]
 Context = Annotated[
-    int | None,
-    typer.Option(help=f"Context length in tokens; default {CONTEXT}, or the model's if that is shorter."),
+    int | None, typer.Option(help=f"Context length in tokens; default {CONTEXT}, or the model's if that is shorter.")
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Show the speed after each answer.")]
 NoHistory = Annotated[bool, typer.Option("--no-history", help="Do not keep a history of typed messages.")]
@@ -87,13 +82,7 @@ class Chat:
     """Runs a conversation: reads messages and commands, streams answers."""
 
     def __init__(
-        self,
-        session: ModelSession,
-        conversation: Conversation,
-        reader: MessageReader,
-        *,
-        stats: bool,
-        quiet: bool,
+        self, session: ModelSession, conversation: Conversation, reader: MessageReader, *, stats: bool, quiet: bool
     ) -> None:
         self.session, self.conversation, self.reader = session, conversation, reader
         self.stats, self.quiet = stats, quiet
@@ -118,8 +107,7 @@ class Chat:
             self._note(GREETING)
         if (requested_context or 0) > self.session.max_tokens:
             self._note(
-                f"(--context {requested_context} is more than this model has: "
-                f"{self.session.max_tokens} tokens.)"
+                f"(--context {requested_context} is more than this model has: {self.session.max_tokens} tokens.)"
             )
         with self.sigint.installed():
             while not self.leaving and (text := self._read_message()) is not None:

@@ -27,10 +27,7 @@ FILE_FORMAT = "exlm chat 1"
 VALUE_WORDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
 """What an error message calls a value of each type; token sets take a list."""
 
-BOOLEANS = {
-    **dict.fromkeys(("true", "on", "yes", "1"), True),
-    **dict.fromkeys(("false", "off", "no", "0"), False),
-}
+BOOLEANS = {**dict.fromkeys(("true", "on", "yes", "1"), True), **dict.fromkeys(("false", "off", "no", "0"), False)}
 
 
 @cache
@@ -218,9 +215,7 @@ def parse_setting(name: str, text: str) -> Any:
         raise InputError(f"{name} takes {wanted}, found {text!r}.") from None
 
 
-def update_settings(
-    settings: exlm.Settings, values: dict[str, Any], tokenizer: exlm.Tokenizer
-) -> exlm.Settings:
+def update_settings(settings: exlm.Settings, values: dict[str, Any], tokenizer: exlm.Tokenizer) -> exlm.Settings:
     """The settings with other values, which are JSON values; InputError for an impossible one."""
     new = settings.clone()
     for name, value in values.items():

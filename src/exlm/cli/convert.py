@@ -20,8 +20,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="A model folder, or a .gguf file.")],
     target: Annotated[Path, typer.Argument(help="The folder to write.")],
     to: Annotated[
-        str,
-        typer.Option(help="safetensors (formats as they are), dense (plain floats), exl2, gptq or gptq-v2."),
+        str, typer.Option(help="safetensors (formats as they are), dense (plain floats), exl2, gptq or gptq-v2.")
     ] = "safetensors",
     shard_size: Annotated[int, typer.Option(min=1, help="Largest weight file, in MiB.")] = 2048,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")] = False,
@@ -33,9 +32,7 @@ def convert(
     """
     path = exlm.find_model(source, progress=not quiet)
     with _exit_on_sigterm(), _progress_bar(quiet) as on_progress:
-        exlm.convert_model(
-            path, target, to, shard_bytes=shard_size * 2**20, overwrite=overwrite, progress=on_progress
-        )
+        exlm.convert_model(path, target, to, shard_bytes=shard_size * 2**20, overwrite=overwrite, progress=on_progress)
     if not quiet:
         files = [file for file in target.iterdir() if file.is_file()]
         total = sum(file.stat().st_size for file in files) / 2**20

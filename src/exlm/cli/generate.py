@@ -16,9 +16,7 @@ from .input import check_utf8
 from .model_options import Device, Dtype
 from .model_session import ModelSession, Temperature, TopP
 
-Quiet = Annotated[
-    bool, typer.Option("-q", "--quiet", help="Print the text only: no progress, no statistics.")
-]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print the text only: no progress, no statistics.")]
 
 
 def generate(
@@ -30,17 +28,13 @@ def generate(
             "once), and the prompt; - reads it from standard input.",
         ),
     ],
-    max_new_tokens: Annotated[
-        int, typer.Option("-n", "--max-new-tokens", help="Longest answer, in tokens.")
-    ] = 256,
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Longest answer, in tokens.")] = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampler: the same seed gives the same text.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt; use no chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message for the chat template.")] = None,
-    max_seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Context length, instead of the model's.")
-    ] = None,
+    max_seq_len: Annotated[int | None, typer.Option(min=1, help="Context length, instead of the model's.")] = None,
     device: Device = None,
     dtype: Dtype = None,
     quiet: Quiet = False,

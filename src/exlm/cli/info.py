@@ -22,18 +22,12 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 def info(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="A folder, a .gguf file or owner/name on the Hub; the default model if left out."
-        ),
+        typer.Argument(help="A folder, a .gguf file or owner/name on the Hub; the default model if left out."),
     ] = None,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="List every layer, not only what differs.")
-    ] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="List every layer, not only what differs.")] = False,
     spec: Annotated[bool, typer.Option("--spec", help="Print the whole model description.")] = False,
     device: Annotated[str | None, typer.Option(help="Where it would run: cpu, cuda, cuda:1.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute precision: float32, float16 or bfloat16.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Compute precision: float32, float16 or bfloat16.")] = None,
     system: Annotated[
         bool, typer.Option("--system", help="Describe this machine instead: versions, devices, kernels.")
     ] = False,
@@ -78,16 +72,12 @@ def _facts_table(config: exlm.Config, s: exlm.Summary) -> Table:
     names = ", ".join(s.files[:3]) + (", …" if len(s.files) > 3 else "")
     table.add_row("files", f"{format_bytes(s.file_bytes)} in {len(s.files)} ({names})")
     table.add_row("layers", f"{len(s.spec.layers)} of width {s.spec.hidden}")
-    table.add_row(
-        "heads", f"{attn.heads} for queries, {attn.kv_heads} for keys and values, {attn.head_dim} wide"
-    )
+    table.add_row("heads", f"{attn.heads} for queries, {attn.kv_heads} for keys and values, {attn.head_dim} wide")
     if windows:
         count = sum(layer.attn.window is not None for layer in s.spec.layers)
         table.add_row("windows", f"{', '.join(map(str, windows))} tokens in {count} layers")
     table.add_row("vocabulary", f"{s.spec.vocab:,}")
-    table.add_row(
-        "context", f"{config.max_seq_len:,} tokens, {format_bytes(s.cache_bytes)} of cache each at 16 bits"
-    )
+    table.add_row("context", f"{config.max_seq_len:,} tokens, {format_bytes(s.cache_bytes)} of cache each at 16 bits")
     table.add_row("would run on", f"{s.device} in {s.dtype}")
     return table
 
@@ -141,9 +131,7 @@ def _print_layers(console: Console, layers: tuple[object, ...], indent: str) -> 
     start = 0
     for i in range(1, len(layers) + 1):
         if i == len(layers) or layers[i] != layers[start]:
-            console.print(
-                f"{indent}layers {start} to {i - 1}:" if i - start > 1 else f"{indent}layer {start}:"
-            )
+            console.print(f"{indent}layers {start} to {i - 1}:" if i - start > 1 else f"{indent}layer {start}:")
             _print_spec(console, layers[start], indent + "  ")
             start = i
 
@@ -160,9 +148,7 @@ def format_bytes(count: float) -> str:
 def plan(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="A folder, a .gguf file or owner/name on the Hub; the default model if left out."
-        ),
+        typer.Argument(help="A folder, a .gguf file or owner/name on the Hub; the default model if left out."),
     ] = None,
     ctx: Annotated[
         str | None, typer.Option(help="Context length of one user, as in 8192 or 32k; default: the model's.")
@@ -173,9 +159,7 @@ def plan(
     ] = None,
     cache: Annotated[str, typer.Option(help="Type of the KV cache: fp16, q8, q6, q4 or fp8.")] = "fp16",
     device: Annotated[str | None, typer.Option(help="Where it would run: cpu, cuda, cuda:0,cuda:1.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute precision: float32, float16 or bfloat16.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Compute precision: float32, float16 or bfloat16.")] = None,
 ) -> None:
     """Show the weights, cache and workspace a model needs on each device, and the longest context that fits.
 

@@ -27,21 +27,14 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]
 Dtype = Annotated[str | None, typer.Option(help="Compute precision: float32, float16 or bfloat16.")]
 Name = Annotated[str | None, typer.Option(help="The model's name in requests; default: that of its file.")]
 Adapters = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter, by the name that requests use."),
+    list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter, by the name that requests use.")
 ]
-Ray = Annotated[
-    bool, typer.Option("--ray", help="Use the running Ray cluster, or start one on this machine.")
-]
+Ray = Annotated[bool, typer.Option("--ray", help="Use the running Ray cluster, or start one on this machine.")]
 Replicas = Annotated[
-    str,
-    typer.Option(
-        metavar="N or LEAST..MOST", help="With --ray: copies of the model; 2..8 scales with the queue."
-    ),
+    str, typer.Option(metavar="N or LEAST..MOST", help="With --ray: copies of the model; 2..8 scales with the queue.")
 ]
 Gpus = Annotated[
-    float | None,
-    typer.Option(help="With --ray: GPUs per replica (tensor parallel); default 1 if the cluster has any."),
+    float | None, typer.Option(help="With --ray: GPUs per replica (tensor parallel); default 1 if the cluster has any.")
 ]
 
 
@@ -52,21 +45,14 @@ class ModelOptions:
     name: Name = None
     lora: Adapters = None
     max_seq_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Context length; default: the model's, at most 8192."),
+        int | None, typer.Option(min=1, help="Context length; default: the model's, at most 8192.")
     ] = None
-    cache_tokens: Annotated[
-        int | None, typer.Option(min=1, help="KV-cache tokens; default 4 × --max-seq-len.")
-    ] = None
+    cache_tokens: Annotated[int | None, typer.Option(min=1, help="KV-cache tokens; default 4 × --max-seq-len.")] = None
     cache_type: Annotated[str, typer.Option(help="Type of the KV cache: fp16, q8, q6, q4 or fp8.")] = "fp16"
     device: Device = None
     dtype: Dtype = None
-    draft: Annotated[str | None, typer.Option(help="A draft model for speculative decoding, or ngram.")] = (
-        None
-    )
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences that decode at once.")] = (
-        None
-    )
+    draft: Annotated[str | None, typer.Option(help="A draft model for speculative decoding, or ngram.")] = None
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences that decode at once.")] = None
 
     def main_model(self, path: str | None) -> ModelSpec:
         """The model that the command line's argument names, with its draft model and adapters."""
@@ -115,9 +101,7 @@ def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def refuse_without_ray(
-    ray: bool, replicas: str, gpus: float | None, tenant_requests: int | None = None
-) -> None:
+def refuse_without_ray(ray: bool, replicas: str, gpus: float | None, tenant_requests: int | None = None) -> None:
     """Refuse options that need a cluster when --ray was not given."""
     cluster_options = {
         "--replicas": replicas != "1",

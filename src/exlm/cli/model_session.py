@@ -20,12 +20,9 @@ PROGRESS_BAR_TOKENS = 2048
 
 
 Temperature = Annotated[
-    float,
-    typer.Option("-t", "--temperature", help="Sampling temperature; 0 always takes the likeliest token."),
+    float, typer.Option("-t", "--temperature", help="Sampling temperature; 0 always takes the likeliest token.")
 ]
-TopP = Annotated[
-    float, typer.Option(help="Sample from the likeliest tokens whose probabilities sum to this.")
-]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens whose probabilities sum to this.")]
 
 
 class ModelSession:
@@ -106,9 +103,7 @@ class ModelSession:
         """Stream an answer with temperature and top-p only; see `stream`."""
         settings = exlm.Settings.greedy()
         if temperature > 0:
-            settings = exlm.Settings(
-                temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0
-            )
+            settings = exlm.Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
         return self.stream(ids, limit, settings, seed)
 
     def stream(

@@ -17,15 +17,10 @@ import exlm
 from exlm import InputError
 
 Rows = Annotated[
-    int | None,
-    typer.Option(min=1, help="Rows of calibration text; default 128, fewer for a large model on a CPU."),
+    int | None, typer.Option(min=1, help="Rows of calibration text; default 128, fewer for a large model on a CPU.")
 ]
-Length = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per row; default 512, or the model's context.")
-]
-HeadBits = Annotated[
-    int | None, typer.Option(help="Bits per weight of the head: 2, 3, 4, 5, 6 or 8; default 6.")
-]
+Length = Annotated[int | None, typer.Option(min=1, help="Tokens per row; default 512, or the model's context.")]
+HeadBits = Annotated[int | None, typer.Option(help="Bits per weight of the head: 2, 3, 4, 5, 6 or 8; default 6.")]
 GroupSize = Annotated[int | None, typer.Option(help="Rows of a GPTQ group: 32, 64 or 128; default 128.")]
 
 
@@ -36,26 +31,19 @@ def quantize(
         float | None, typer.Option(help="Bits per weight of the layers, scales included; default 4.0.")
     ] = None,
     head_bits: HeadBits = None,
-    size: Annotated[
-        str | None, typer.Option(help="Instead of --bits: size of the weights, as in 5.2GB.")
-    ] = None,
+    size: Annotated[str | None, typer.Option(help="Instead of --bits: size of the weights, as in 5.2GB.")] = None,
     max_kld: Annotated[
         float | None, typer.Option(help="Instead of --bits: largest KL divergence from the source, in nats.")
     ] = None,
-    calibration: Annotated[
-        str, typer.Option(help="builtin, or a .txt, .jsonl or .parquet file.")
-    ] = "builtin",
+    calibration: Annotated[str, typer.Option(help="builtin, or a .txt, .jsonl or .parquet file.")] = "builtin",
     method: Annotated[str, typer.Option(help="exl2, or gptq (4 bit, act-order).")] = "exl2",
     group_size: GroupSize = None,
     rows: Rows = None,
     length: Length = None,
     measurement: Annotated[
-        Path | None,
-        typer.Option(help="A measurement to reuse: one of exlm, or exllamav2's measurement.json."),
+        Path | None, typer.Option(help="A measurement to reuse: one of exlm, or exllamav2's measurement.json.")
     ] = None,
-    save_measurement: Annotated[
-        Path | None, typer.Option(help="Save the measurement here, for other targets.")
-    ] = None,
+    save_measurement: Annotated[Path | None, typer.Option(help="Save the measurement here, for other targets.")] = None,
     shard_size: Annotated[int, typer.Option(min=1, help="Largest weight file, in MiB.")] = 2048,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")] = False,
@@ -126,21 +114,16 @@ def _progress_bar(quiet: bool) -> Iterator[Callable[[int, int, str], object]]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as progress:
         task = progress.add_task("starting", total=None)
-        yield lambda done, total, what: progress.update(
-            task, completed=done, total=total, description=f"{what:<24}"
-        )
+        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=f"{what:<24}")
 
 
 def eval_(
     model: Annotated[str, typer.Argument(help="A model folder, a .gguf file, or a name on the Hub.")],
     against: Annotated[str | None, typer.Option(help="The model it was quantised from.")] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A .txt, .jsonl or .parquet file; default: built-in text.")
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="A .txt, .jsonl or .parquet file; default: built-in text.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="With --text: number of rows; default 16.")] = None,
     length: Annotated[
-        int | None,
-        typer.Option(min=2, help="With --text: tokens per row; default 512, or the model's context."),
+        int | None, typer.Option(min=2, help="With --text: tokens per row; default 512, or the model's context.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
     speed: Annotated[bool, typer.Option(help="Also measure the speed.")] = True,

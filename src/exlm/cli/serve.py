@@ -35,30 +35,19 @@ LOCAL_HOSTS = frozenset(("127.0.0.1", "::1", "localhost"))
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes any free one.")]
-ApiKey = Annotated[
-    list[str] | None, typer.Option(help="A key that clients must send; @FILE reads one from each line.")
-]
-AdminKey = Annotated[
-    list[str] | None, typer.Option(help="A key that may also load and unload models; @FILE as above.")
-]
-Also = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=MODEL", help="Another model, which an admin can load.")
-]
+ApiKey = Annotated[list[str] | None, typer.Option(help="A key that clients must send; @FILE reads one from each line.")]
+AdminKey = Annotated[list[str] | None, typer.Option(help="A key that may also load and unload models; @FILE as above.")]
+Also = Annotated[list[str] | None, typer.Option(metavar="NAME=MODEL", help="Another model, which an admin can load.")]
 MaxRequests = Annotated[int, typer.Option(min=1, help="Most requests at once; more are answered with 429.")]
-TenantRequests = Annotated[
-    int | None, typer.Option(min=1, help="With --ray: most requests at once for each key.")
-]
+TenantRequests = Annotated[int | None, typer.Option(min=1, help="With --ray: most requests at once for each key.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Largest max_tokens of a request.")]
 MaxBody = Annotated[int, typer.Option(min=1, help="Largest request body, in bytes.")]
 Setting = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="NAME=VALUE", help="Default of a sampler setting, for requests without it."
-    ),
+    typer.Option("--set", metavar="NAME=VALUE", help="Default of a sampler setting, for requests without it."),
 ]
 DrainSeconds = Annotated[
-    float,
-    typer.Option(min=0, max=86400, help="Time for running requests to finish before stopping or unloading."),
+    float, typer.Option(min=0, max=86400, help="Time for running requests to finish before stopping or unloading.")
 ]
 StallSeconds = Annotated[
     float, typer.Option(min=0, help="Exit with status 70 after N seconds without progress; 0 disables.")
@@ -98,10 +87,7 @@ def serve(
 
     refuse_without_ray(ray, replicas, gpus, tenant_requests)
     main_model = model_options.main_model(model)
-    others = [
-        model_options.additional_model(name, path)
-        for name, path in parse_pairs("--also", also, "MODEL").items()
-    ]
+    others = [model_options.additional_model(name, path) for name, path in parse_pairs("--also", also, "MODEL").items()]
     if main_model.name in {other.name for other in others}:
         raise InputError(f"Two models are called {main_model.name!r}: name one with --name or --also.")
     keys, admin_keys = _read_keys(api_key), _read_keys(admin_key)
@@ -214,9 +200,7 @@ def _parse_settings(values: list[str] | None) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in parse_pairs("--set", values, "VALUE").items():
         if name not in SETTINGS:
-            raise InputError(
-                f"--set: there is no sampler setting {name!r}; there are: {', '.join(SETTINGS)}."
-            )
+            raise InputError(f"--set: there is no sampler setting {name!r}; there are: {', '.join(SETTINGS)}.")
         try:
             out[name] = json.loads(value)
         except ValueError:

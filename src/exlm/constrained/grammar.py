@@ -140,10 +140,7 @@ class JsonSchemaFilter(_LlguidanceFilter):
             {"whitespace_flexible": False} if compact else {"whitespace_pattern": JSON_WHITESPACE}
         )
         options = described.get("x-guidance", {})  # llguidance's own options, in the schema
-        if isinstance(options, Mapping) and not options.keys() & {
-            "whitespace_flexible",
-            "whitespace_pattern",
-        }:
+        if isinstance(options, Mapping) and not options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
             described = {**described, "x-guidance": {**whitespace, **options}}
         super().__init__(tokenizer, {"json_schema": described}, "JSON schema")
 
@@ -218,9 +215,7 @@ class GrammarSandbox:
     def check(self, grammar: str, codec: Codec, kind: str) -> None:
         """Raise InputError for a grammar that is too large, invalid or too slow; errors call it `kind`."""
         if (size := len(grammar.encode())) > MAX_GRAMMAR_SIZE:
-            raise InputError(
-                f"The {kind} is too large: {size:,} bytes, at most {MAX_GRAMMAR_SIZE:,} are taken."
-            )
+            raise InputError(f"The {kind} is too large: {size:,} bytes, at most {MAX_GRAMMAR_SIZE:,} are taken.")
         found = importlib.util.find_spec("llguidance")
         if found is None or found.origin is None:
             raise MissingExtra(INSTALL_HINT)

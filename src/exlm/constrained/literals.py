@@ -52,9 +52,7 @@ class ByteDfa:
         self.open_ended = open_ended
         self.root = DfaState()
         if (total := sum(map(len, texts))) > MAX_CHARACTERS:
-            raise InputError(
-                f"The texts of a filter may have {MAX_CHARACTERS:,} characters in all, found {total:,}."
-            )
+            raise InputError(f"The texts of a filter may have {MAX_CHARACTERS:,} characters in all, found {total:,}.")
         for text in texts:
             self._add_text(text, ignore_case)
         if not self._alphabet() <= trie.single_bytes:
@@ -105,8 +103,7 @@ class ByteDfa:
         size = self.trie.size
         valid_ids = np.array([token_id for token_id in extra_ids if 0 <= token_id < size], np.int64)
         return bitmask_from_ids(
-            np.concatenate([valid_ids, *(self.trie.ids_in_range(low, high) for low, high, _ in transitions)]),
-            size,
+            np.concatenate([valid_ids, *(self.trie.ids_in_range(low, high) for low, high, _ in transitions)]), size
         )
 
     def _add_text(self, text: str, ignore_case: bool) -> None:
@@ -150,9 +147,7 @@ class ByteDfa:
                     stack.append(state)
         for text in texts:
             if self._end_state(text) not in reached:
-                raise InputError(
-                    f"The vocabulary has no tokens that spell {text!r}, so it cannot be asked for."
-                )
+                raise InputError(f"The vocabulary has no tokens that spell {text!r}, so it cannot be asked for.")
 
     def _end_state(self, text: str) -> DfaState:
         state = self.root
@@ -244,15 +239,11 @@ class SelectFilter(_LiteralFilter):
     That holds even where a longer option continues. EOS selects an empty option.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, options: Sequence[str], case_insensitive: bool = False
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, options: Sequence[str], case_insensitive: bool = False) -> None:
         """`case_insensitive` allows every letter in any case; `model` is not used and may be None."""
         super().__init__(model, tokenizer)
         if isinstance(options, str):
-            raise InputError(
-                f"SelectFilter takes a list of options; for one option write [{options[:80]!r}]."
-            )
+            raise InputError(f"SelectFilter takes a list of options; for one option write [{options[:80]!r}].")
         self.options = _checked_texts(options, "SelectFilter")
         self.case_insensitive = case_insensitive
         self._dfa = ByteDfa(token_trie_of(self.codec), self.options, ignore_case=case_insensitive)

@@ -87,12 +87,7 @@ class FilterStack:
     """
 
     def __init__(
-        self,
-        filters: Iterable[Any] | None,
-        tokenizer: Any,
-        prefer_eos: bool = False,
-        *,
-        width: int | None = None,
+        self, filters: Iterable[Any] | None, tokenizer: Any, prefer_eos: bool = False, *, width: int | None = None
     ) -> None:
         """`prefer_eos` forces EOS as soon as the filters allow it.
 
@@ -195,9 +190,7 @@ class FilterStack:
             for member, each in zip(self._filters, masks, strict=True)
             if each.mask is not None
         ]
-        names = " and ".join(
-            f"{name} ({num_allowed} of {self._width} tokens)" for name, num_allowed in counts
-        )
+        names = " and ".join(f"{name} ({num_allowed} of {self._width} tokens)" for name, num_allowed in counts)
         text = self._codec.decode(self._fed_ids, continues=True) if self._codec else ""
         shown = repr(text if len(text) <= 200 else "…" + text[-200:])
         remedy = (
@@ -243,9 +236,7 @@ class _ExternalFilter:
         """Refuse a filter that another job uses: its state belongs to one text."""
         owner = self._owners.get(id(self._filter))
         if owner is not None and owner is not stack:
-            raise InputError(
-                f"The filter {self.name} is still used by another job: give each job a filter of its own."
-            )
+            raise InputError(f"The filter {self.name} is still used by another job: give each job a filter of its own.")
         self._owners[id(self._filter)] = stack
 
     def release(self, stack: FilterStack) -> None:
@@ -302,9 +293,7 @@ class _ExternalFilter:
             logits = self._filter.mask_logits(torch.zeros(self._width, dtype=torch.float))
             is_allowed = ~torch.isneginf(logits.reshape(-1))
         if len(is_allowed) != self._width:
-            raise InputError(
-                f"The filter {self.name} masked {len(is_allowed)} logits, found {self._width} to mask."
-            )
+            raise InputError(f"The filter {self.name} masked {len(is_allowed)} logits, found {self._width} to mask.")
         is_allowed[self._tokenizer_size :] = False
         return FilterMask(bitmask_from_bools(is_allowed.numpy()))
 
@@ -323,9 +312,7 @@ class _ExternalFilter:
     def _checked_ids(self, found: Any) -> NDArray[np.int64]:
         """Any collection of ids as an array; ids beyond both vocabularies are an error."""
         if not isinstance(found, Iterable) or isinstance(found, str | bytes):
-            raise InputError(
-                f"The filter {self.name} must answer with ids of tokens, found {type(found).__name__}."
-            )
+            raise InputError(f"The filter {self.name} must answer with ids of tokens, found {type(found).__name__}.")
         ids = np.asarray(found if isinstance(found, np.ndarray | torch.Tensor) else list(found)).reshape(-1)
         if not len(ids):
             return np.zeros(0, np.int64)
@@ -342,9 +329,7 @@ class _ExternalFilter:
         except (ExlmError, passed_through):
             raise
         except Exception as error:
-            raise InputError(
-                f"The filter {self.name} failed in {method}(): {type(error).__name__}: {error}"
-            ) from error
+            raise InputError(f"The filter {self.name} failed in {method}(): {type(error).__name__}: {error}") from error
 
 
 def _wrap_filter(original: Any, width: int, codec: Codec) -> _StackedFilter:

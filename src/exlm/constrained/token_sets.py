@@ -50,9 +50,7 @@ def bitmask_from_ids(token_ids: NDArray[np.int64], width: int) -> Bitmask:
         is_member[token_ids] = True
         return bitmask_from_bools(is_member)
     words = np.zeros(num_bitmask_words(width), np.uint32)
-    np.bitwise_or.at(
-        words, token_ids // BITS_PER_WORD, np.uint32(1) << (token_ids % BITS_PER_WORD).astype(np.uint32)
-    )
+    np.bitwise_or.at(words, token_ids // BITS_PER_WORD, np.uint32(1) << (token_ids % BITS_PER_WORD).astype(np.uint32))
     return words.view(np.int32)
 
 
@@ -105,8 +103,7 @@ class TokenTrie:
         """`token_bytes` holds the bytes by id, empty for tokens without visible text."""
         self.token_bytes = token_bytes
         order = sorted(
-            (token_id for token_id, raw in enumerate(token_bytes) if raw),
-            key=lambda token_id: token_bytes[token_id],
+            (token_id for token_id, raw in enumerate(token_bytes) if raw), key=lambda token_id: token_bytes[token_id]
         )
         self.ids: NDArray[np.int64] = np.array(order, np.int64)
         self.keys: list[bytes] = []

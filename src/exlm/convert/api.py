@@ -59,9 +59,7 @@ def convert_model(
     plan, files = _make_plan(frozen, checkpoint, to)
     check_disk_space(folder, plan.nbytes + files.nbytes + DISK_SLACK_BYTES, "the new model")
     with atomic_dir(folder, overwrite=overwrite) as temp_dir:
-        weights = save_sharded(
-            temp_dir, _iter_tensors(plan.steps, progress or no_progress), shard_bytes=shard_bytes
-        )
+        weights = save_sharded(temp_dir, _iter_tensors(plan.steps, progress or no_progress), shard_bytes=shard_bytes)
         with report_write_errors(folder):
             files.write_to(temp_dir)
             for path in weights:  # safetensors creates them readable by their owner only
@@ -80,9 +78,7 @@ def _make_plan(frozen: FrozenConfig, checkpoint: WeightSource, to: str) -> tuple
     return plan, side_files_of_folder(frozen.path, plan, frozen.quantization)
 
 
-def _iter_tensors(
-    steps: Iterable[ConversionStep], progress: ProgressCallback
-) -> Iterator[tuple[str, Tensor]]:
+def _iter_tensors(steps: Iterable[ConversionStep], progress: ProgressCallback) -> Iterator[tuple[str, Tensor]]:
     steps = tuple(steps)
     for done, step in enumerate(steps):
         progress(done, len(steps))

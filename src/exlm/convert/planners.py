@@ -28,15 +28,7 @@ from ..formats.quantization_config import QuantizationConfig
 from ..formats.registry import FORMATS
 from ..spec.tensor_names import RowRange, TensorLocation
 from ..spec.weight_roles import Matrix
-from .plan import (
-    CPU,
-    ConversionPlanner,
-    ConversionStep,
-    NamedTensors,
-    TensorAction,
-    VectorSpec,
-    dense_tensors,
-)
+from .plan import CPU, ConversionPlanner, ConversionStep, NamedTensors, TensorAction, VectorSpec, dense_tensors
 
 TENSOR_SUFFIXES: dict[str, tuple[str, ...]] = {
     "dense": ("weight",),
@@ -54,11 +46,7 @@ class FolderPlanner(ConversionPlanner):
     """Plans the conversion of a model folder."""
 
     def __init__(
-        self,
-        checkpoint: SafetensorsCheckpoint,
-        model: spec.Model,
-        to: str,
-        quantization: QuantizationConfig | None,
+        self, checkpoint: SafetensorsCheckpoint, model: spec.Model, to: str, quantization: QuantizationConfig | None
     ) -> None:
         super().__init__(model, to)
         self.checkpoint = checkpoint
@@ -95,11 +83,7 @@ class FolderPlanner(ConversionPlanner):
         if action == "keep" and fmt == "awq":
             return self._slice_awq_step(m, stored, location, parts)
         step = self._encode_step(m, location, parts, fmt, action)
-        if (
-            action != "unpack"
-            and fmt != "dense"
-            and (fmt == "exl2" or not self._surely_fits_gptq(m, fmt, parts))
-        ):
+        if action != "unpack" and fmt != "dense" and (fmt == "exl2" or not self._surely_fits_gptq(m, fmt, parts)):
             _check_encodable(step)
         return step
 
@@ -109,9 +93,7 @@ class FolderPlanner(ConversionPlanner):
         if not _is_whole_tensor(stored):
             raise Unsupported(f"{v.role} is a part of {stored.key}, from which it cannot be sliced.")
         parts = self._take_tensors(stored, "dense")
-        return self._copy_step(
-            v.role, {info.name: tensor_key(location, suffix) for suffix, info in parts.items()}
-        )
+        return self._copy_step(v.role, {info.name: tensor_key(location, suffix) for suffix, info in parts.items()})
 
     def plan_unassigned(self) -> Iterable[ConversionStep]:
         """Copy the tensors of no role under their own names."""
@@ -140,9 +122,7 @@ class FolderPlanner(ConversionPlanner):
     def _take_tensors(self, location: TensorLocation, fmt: str) -> TensorsBySuffix:
         """The tensors at a location that belong to a matrix of this format."""
         keys = {suffix: tensor_key(location, suffix) for suffix in (*TENSOR_SUFFIXES[fmt], "bias")}
-        parts = {
-            s: self.files.info(self.names_by_key[key]) for s, key in keys.items() if key in self.names_by_key
-        }
+        parts = {s: self.files.info(self.names_by_key[key]) for s, key in keys.items() if key in self.names_by_key}
         self.used_names |= {info.name for info in parts.values()}
         return parts
 
@@ -208,14 +188,10 @@ class FolderPlanner(ConversionPlanner):
                 yield tensor_key(location, suffix), tensor
 
         suffixes += ("bias",) if m.bias else ()
-        return ConversionStep(
-            m.role, tuple(tensor_key(location, suffix) for suffix in suffixes), nbytes, make
-        )
+        return ConversionStep(m.role, tuple(tensor_key(location, suffix) for suffix in suffixes), nbytes, make)
 
     def _read_weight(self, m: Matrix) -> Weight:
-        return self.checkpoint.weight(
-            m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU
-        )
+        return self.checkpoint.weight(m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU)
 
     def _writes_gptq_v2(self, fmt: str) -> bool:
         """Whether zero points are written without GPTQ's offset of one (its version 2)."""
@@ -223,10 +199,7 @@ class FolderPlanner(ConversionPlanner):
 
     def _surely_fits_gptq(self, m: Matrix, fmt: str, parts: TensorsBySuffix) -> bool:
         """Whether headers and zero points alone prove that GPTQ can encode this matrix exactly."""
-        if (
-            not {"qweight", "qzeros", "scales"} <= parts.keys()
-            or self.quantization.zeros_decremented_per_word
-        ):
+        if not {"qweight", "qzeros", "scales"} <= parts.keys() or self.quantization.zeros_decremented_per_word:
             return False
         bits = 4 if fmt == "awq" else parts["qweight"].shape[0] * WORD_BITS // m.in_features
         zeros = self.files.view(parts["qzeros"].name)
@@ -307,9 +280,7 @@ class GgufPlanner(ConversionPlanner):
         location = self.target_location(v.role)
         names = {tensor_key(location, suffix): suffix for suffix in ("weight", "bias")[: 1 + v.bias]}
         size = 4 * max(torch.Size(shape).numel() for shape in v.shapes)
-        return ConversionStep(
-            v.role, tuple(names), size * len(names), partial(self._vector_tensors, v, names)
-        )
+        return ConversionStep(v.role, tuple(names), size * len(names), partial(self._vector_tensors, v, names))
 
     def plan_unassigned(self) -> Iterable[ConversionStep]:
         """No steps; `Unsupported` if there is a tensor of no role, which would be lost."""
@@ -328,15 +299,10 @@ class GgufPlanner(ConversionPlanner):
         self.used_names |= {f"{stored.key}.weight", f"{stored.key}.bias"}
 
     def _dequantized_tensors(self, m: Matrix, location: TensorLocation) -> NamedTensors:
-        weight = self.checkpoint.weight(
-            m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU
-        )
+        weight = self.checkpoint.weight(m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU)
         for suffix, tensor in dense_tensors(weight, location).items():
             yield tensor_key(location, suffix), tensor
 
     def _vector_tensors(self, v: VectorSpec, names: dict[str, str]) -> NamedTensors:
         for name, suffix in names.items():
-            yield (
-                name,
-                self.checkpoint.tensor(v.role, v.shapes, dtype=torch.float32, device=CPU, suffix=suffix),
-            )
+            yield (name, self.checkpoint.tensor(v.role, v.shapes, dtype=torch.float32, device=CPU, suffix=suffix))

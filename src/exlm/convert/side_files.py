@@ -71,9 +71,7 @@ class SideFiles(NamedTuple):
             sync_file(folder / name)
 
 
-def side_files_of_folder(
-    folder: Path, plan: ConversionPlan, quantization: QuantizationConfig | None
-) -> SideFiles:
+def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: QuantizationConfig | None) -> SideFiles:
     """The files of a model folder, with config.json changed as the plan changes the weights."""
     config = dict(read_json(folder / CONFIG_FILE))
     copied = _files_to_copy(folder)
@@ -137,13 +135,7 @@ def _files_to_copy(folder: Path) -> dict[str, Path]:
     for path in sorted(folder.iterdir()):
         name, suffix = path.name, path.suffix.lower()
         fits = suffix in COPIED_SUFFIXES or (name.startswith(COPIED_PREFIXES) and suffix not in NEVER_COPIED)
-        if (
-            fits
-            and name[0] != "."
-            and name != CONFIG_FILE
-            and not name.endswith(".index.json")
-            and path.is_file()
-        ):
+        if fits and name[0] != "." and name != CONFIG_FILE and not name.endswith(".index.json") and path.is_file():
             found[name] = path
     if (folder / TEMPLATE_DIR).is_dir():
         templates = sorted((folder / TEMPLATE_DIR).glob("*.jinja"))
@@ -151,9 +143,7 @@ def _files_to_copy(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _gptq_config(
-    known: Mapping[str, Any], plan: ConversionPlan, source_config: QuantizationConfig
-) -> dict[str, Any]:
+def _gptq_config(known: Mapping[str, Any], plan: ConversionPlan, source_config: QuantizationConfig) -> dict[str, Any]:
     """The `quantization_config` of matrices that were rewritten."""
     layout = "gptq_v2" if plan.to == "gptq-v2" else "gptq"
     if source_config.method == "awq":

@@ -63,7 +63,6 @@ def build_spec(config: ConfigReader) -> spec.Model:
     experts = sum(layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, spec.Moe))
     if experts > MAX_TOTAL_EXPERTS:
         raise config.inconsistent(
-            f"{len(model.layers)} layers have {experts} experts together; "
-            f"expected at most {MAX_TOTAL_EXPERTS}"
+            f"{len(model.layers)} layers have {experts} experts together; expected at most {MAX_TOTAL_EXPERTS}"
         )
     return model

@@ -119,9 +119,7 @@ def layer_windows(c: ConfigReader, depth: int, is_windowed: Callable[[int], bool
     if not size:
         return [None] * depth
     if not 0 < size < MAX_SIZE:
-        raise c.invalid_value(
-            "sliding_window", f"a number of tokens below {MAX_SIZE}, or null for no window", size
-        )
+        raise c.invalid_value("sliding_window", f"a number of tokens below {MAX_SIZE}, or null for no window", size)
     layer_types = c.get("layer_types")
     if layer_types is None:
         return [size if is_windowed(i) else None for i in range(depth)]
@@ -178,9 +176,7 @@ def decoder(c: ConfigReader, layers: Iterable[spec.Layer], **changes: Any) -> sp
     return spec.Model(**(fields | changes))
 
 
-def fused_qkv(
-    attn: spec.Attention, key: str, *, transposed: bool = False
-) -> dict[str, tuple[TensorLocation, ...]]:
+def fused_qkv(attn: spec.Attention, key: str, *, transposed: bool = False) -> dict[str, tuple[TensorLocation, ...]]:
     """Locations of q, k and v: separate, or one after the other in `key`."""
     q, kv = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
     spans = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}

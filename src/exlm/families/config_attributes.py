@@ -218,11 +218,7 @@ class ConfigAttributes:
     def original_max_seq_len(self) -> int:
         """The context length of LongRoPE's short factors, else the trained length."""
         scaling = self._scaling
-        return (
-            scaling.original_max_positions
-            if isinstance(scaling, spec.LongRopeScaling)
-            else self.spec.max_positions
-        )
+        return scaling.original_max_positions if isinstance(scaling, spec.LongRopeScaling) else self.spec.max_positions
 
     @property
     def alt_rope_method(self) -> str | None:
@@ -233,18 +229,12 @@ class ConfigAttributes:
     @property
     def scale_short_factor(self) -> list[float] | None:
         """LongRoPE's factors up to `original_max_seq_len`."""
-        return (
-            list(scaling.short_factors)
-            if isinstance(scaling := self._scaling, spec.LongRopeScaling)
-            else None
-        )
+        return list(scaling.short_factors) if isinstance(scaling := self._scaling, spec.LongRopeScaling) else None
 
     @property
     def scale_long_factor(self) -> list[float] | None:
         """LongRoPE's factors beyond it."""
-        return (
-            list(scaling.long_factors) if isinstance(scaling := self._scaling, spec.LongRopeScaling) else None
-        )
+        return list(scaling.long_factors) if isinstance(scaling := self._scaling, spec.LongRopeScaling) else None
 
     @property
     def l3_rope_factor(self) -> float | None:
@@ -264,11 +254,7 @@ class ConfigAttributes:
     @property
     def l3_rope_original_max_position_embeddings(self) -> int | None:
         """The context length before scaling."""
-        return (
-            scaling.original_max_positions
-            if isinstance(scaling := self._scaling, spec.Llama3Scaling)
-            else None
-        )
+        return scaling.original_max_positions if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
 
     @property
     def mrope_section(self) -> list[int] | None:

@@ -44,10 +44,7 @@ class ConfigReader:
     """Typed look-ups in config.json: the first key that is not null wins, `text_config` before the top."""
 
     def __init__(
-        self,
-        raw: Mapping[str, Any],
-        source: str = "config.json",
-        defaults: Mapping[str, Any] | None = None,
+        self, raw: Mapping[str, Any], source: str = "config.json", defaults: Mapping[str, Any] | None = None
     ) -> None:
         self.source = source
         self._defaults = dict(defaults or {})

@@ -109,8 +109,6 @@ def _mlp(c: ConfigReader) -> spec.Mlp:
 
 def _decoder(c: ConfigReader, layers: list[spec.Layer], n: spec.Norm, **changes: object) -> spec.Model:
     if c.flag("use_bidirectional_attention", default=False):
-        raise c.invalid_value(
-            "use_bidirectional_attention", "false: only causal attention is supported", True
-        )
+        raise c.invalid_value("use_bidirectional_attention", "false: only causal attention is supported", True)
     embed = spec.Embed(scale=c.size("hidden_size") ** 0.5)
     return decoder(c, layers, final_norm=n, tied=True, embed=embed, requires_bos=True, **changes)

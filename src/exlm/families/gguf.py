@@ -33,11 +33,7 @@ NO_TOKEN_ID = 2**32 - 1
 
 
 def config_from_metadata(
-    metadata: Mapping[str, Any],
-    source: str,
-    *,
-    tensors: Collection[str] = (),
-    factors: RopeFactors | None = None,
+    metadata: Mapping[str, Any], source: str, *, tensors: Collection[str] = (), factors: RopeFactors | None = None
 ) -> dict[str, Any]:
     """The config.json of the model, for `families.build_spec(ConfigReader(config, source))`.
 
@@ -46,9 +42,7 @@ def config_from_metadata(
     """
     other_kind = NON_MODEL_TYPES.get(str(metadata.get("general.type")))
     if other_kind is not None:
-        raise ConfigError(
-            f"{source} is not a model but {other_kind} (general.type). Give the model's own file."
-        )
+        raise ConfigError(f"{source} is not a model but {other_kind} (general.type). Give the model's own file.")
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise UnknownArchitecture(
@@ -187,11 +181,7 @@ def _end_of_turn_ids(k: GgufConfigReader, tokens: list[Any], eos: int | None) ->
         return []
     if eos is not None and tokens[eos] in END_OF_TURN_TOKENS:
         return []
-    return [
-        n
-        for n, text in enumerate(tokens)
-        if token_types[n] == CONTROL_TOKEN_TYPE and text in END_OF_TURN_TOKENS
-    ]
+    return [n for n, text in enumerate(tokens) if token_types[n] == CONTROL_TOKEN_TYPE and text in END_OF_TURN_TOKENS]
 
 
 def _rope_keys(k: GgufConfigReader, factors: RopeFactors) -> dict[str, Any]:
@@ -222,16 +212,10 @@ def _rope_scaling(k: GgufConfigReader, original: int | None) -> dict[str, Any] |
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise k.invalid_value(
-            "rope.scaling.type", "none, linear, yarn, or longrope with its factor tensors", kind
-        )
+        raise k.invalid_value("rope.scaling.type", "none, linear, yarn, or longrope with its factor tensors", kind)
     if factor is None:
         raise k.invalid_value("rope.scaling.factor", "a number above 0", None)
-    table: dict[str, Any] = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": original,
-    }
+    table: dict[str, Any] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for yarn_key in ("beta_fast", "beta_slow"):
         table[yarn_key] = k.real(f"rope.scaling.yarn_{yarn_key}")
     # One key replaces the default attention factor, the other multiplies it.

@@ -40,8 +40,7 @@ def starcoder2(c: ConfigReader) -> spec.Model:
     block = mlp(c, gated=False, bias=bias, act=activation(c, "hidden_act", default="gelu_pytorch_tanh"))
     layer = spec.Layer(attention(c, qkv_bias=bias, out_bias=bias), block, n, n)
     names = TensorNames().with_locations(
-        mlp__up=TensorLocation(LAYER_PREFIX + "mlp.c_fc"),
-        mlp__down=TensorLocation(LAYER_PREFIX + "mlp.c_proj"),
+        mlp__up=TensorLocation(LAYER_PREFIX + "mlp.c_fc"), mlp__down=TensorLocation(LAYER_PREFIX + "mlp.c_proj")
     )
     model = decoder(c, [layer] * c.num_layers(), final_norm=n, tied=True, names=names)
     return with_windows(model, layer_windows(c, c.num_layers(), lambda _: True))

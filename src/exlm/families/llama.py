@@ -7,16 +7,7 @@ from dataclasses import replace
 
 from .. import spec
 from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames
-from .common import (
-    attention,
-    decoder,
-    fused_gate_up,
-    interleaved_qkv,
-    layer_windows,
-    map_layers,
-    mlp,
-    norm,
-)
+from .common import attention, decoder, fused_gate_up, interleaved_qkv, layer_windows, map_layers, mlp, norm
 from .config_reader import ConfigReader
 from .rope import rope
 
@@ -38,10 +29,7 @@ def yi(c: ConfigReader) -> spec.Model:
     """Llama; the first files call the norms ln1 and ln2."""
     names = TensorNames().with_locations(
         attn_norm=(TensorLocation(LAYER_PREFIX + "ln1"), TensorLocation(LAYER_PREFIX + "input_layernorm")),
-        mlp_norm=(
-            TensorLocation(LAYER_PREFIX + "ln2"),
-            TensorLocation(LAYER_PREFIX + "post_attention_layernorm"),
-        ),
+        mlp_norm=(TensorLocation(LAYER_PREFIX + "ln2"), TensorLocation(LAYER_PREFIX + "post_attention_layernorm")),
     )
     return replace(llama(c), names=names)
 
@@ -72,9 +60,7 @@ def minicpm(c: ConfigReader) -> spec.Model:
 def smollm3(c: ConfigReader) -> spec.Model:
     """Llama in which every fourth layer, or those that `no_rope_layers` lists, have no RoPE (NoPE)."""
     depth, model = c.num_layers(), llama(c.with_defaults(rope_theta=2e6))
-    model = replace(
-        model, head=replace(model.head, tied=c.top_level_flag("tie_word_embeddings", default=True))
-    )
+    model = replace(model, head=replace(model.head, tied=c.top_level_flag("tie_word_embeddings", default=True)))
     every = c.size("no_rope_layer_interval", default=4)
     rope_layers = c.get("no_rope_layers")
     if rope_layers is None:

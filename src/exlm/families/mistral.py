@@ -60,8 +60,7 @@ def mixtral(c: ConfigReader) -> spec.Model:
     experts = moe(c)
     model = map_layers(mistral(c), lambda _, layer: replace(layer, mlp=experts))
     return replace(
-        model,
-        names=TensorNames().with_locations(**stacked_experts(EXPERT_LOCATIONS, experts.width, model.hidden)),
+        model, names=TensorNames().with_locations(**stacked_experts(EXPERT_LOCATIONS, experts.width, model.hidden))
     )
 
 
@@ -70,9 +69,7 @@ def pixtral(c: ConfigReader) -> spec.Model:
     tower = c.text("vision_config.model_type", default=None)
     if tower != "pixtral":
         raise c.invalid_value(
-            "vision_config.model_type",
-            '"pixtral" (the only vision encoder known for this architecture)',
-            tower,
+            "vision_config.model_type", '"pixtral" (the only vision encoder known for this architecture)', tower
         )
     kind = c.text("text_config.model_type", default="mistral")
     if kind not in {"mistral", "llama"}:

@@ -43,9 +43,7 @@ def apply_overrides(model: spec.Model, overrides: Overrides) -> spec.Model:
         )
     old = primary_rope(model)
     new = None if old is None else _override_rope(old, model, overrides)
-    if new is None and (
-        overrides.scale_pos_emb != 1.0 or overrides.scale_alpha != 1.0 or overrides.yarn_factor
-    ):
+    if new is None and (overrides.scale_pos_emb != 1.0 or overrides.scale_alpha != 1.0 or overrides.yarn_factor):
         raise InputError(f"{model.architecture} has no rotary positions to scale.")
 
     def change(layer: spec.Layer) -> spec.Layer:
@@ -54,8 +52,7 @@ def apply_overrides(model: spec.Model, overrides: Overrides) -> spec.Model:
         if isinstance(layer.mlp, spec.Moe) and overrides.active_experts is not None:
             if not 1 <= overrides.active_experts <= layer.mlp.experts:
                 raise InputError(
-                    f"num_experts_per_token must be 1 to {layer.mlp.experts}, "
-                    f"found {overrides.active_experts}."
+                    f"num_experts_per_token must be 1 to {layer.mlp.experts}, found {overrides.active_experts}."
                 )
             layer = replace(layer, mlp=replace(layer.mlp, active=overrides.active_experts))
         return layer

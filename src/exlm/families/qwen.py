@@ -50,11 +50,7 @@ def qwen3_moe(c: ConfigReader) -> spec.Model:
         raise c.invalid_value("mlp_only_layers", "a list of layers", dense_layers)
     step = c.size("decoder_sparse_step", default=1)
     attn = attention(c, qk_norm=spec.QkNorm(norm(c)))
-    experts = moe(
-        c,
-        width=c.size("moe_intermediate_size"),
-        renormalize=c.flag("norm_topk_prob", default=False),
-    )
+    experts = moe(c, width=c.size("moe_intermediate_size"), renormalize=c.flag("norm_topk_prob", default=False))
 
     def change(i: int, layer: spec.Layer) -> spec.Layer:
         is_moe = i not in dense_layers and (i + 1) % step == 0

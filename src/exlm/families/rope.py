@@ -48,9 +48,7 @@ def rope(
     base = p.theta(c.positive(theta_key, "attn_config.rope_theta", default=theta))
     method = rope_scaling(p, dim)
     if isinstance(method, spec.YarnScaling) and base == 1:
-        raise c.invalid_value(
-            "rope_theta", "a number other than 1 with YaRN: at 1 all dimensions rotate equally", base
-        )
+        raise c.invalid_value("rope_theta", "a number other than 1 with YaRN: at 1 all dimensions rotate equally", base)
     return spec.Rope(theta=base, dim=dim, style=style, scaling=method, mrope_sections=sections)
 
 
@@ -162,9 +160,7 @@ class RopeParameters:
         value = self.table.get(key)
         good = isinstance(value, list) and all(type(n) in (int, float) and 0 < n < 1e9 for n in value)
         if not good or len(value) != count:  # type: ignore[arg-type]
-            raise self.config.invalid_value(
-                f"rope_scaling.{key}", f"a list of {count} numbers above 0", value
-            )
+            raise self.config.invalid_value(f"rope_scaling.{key}", f"a list of {count} numbers above 0", value)
         return tuple(float(n) for n in value)  # type: ignore[union-attr]
 
 
@@ -184,12 +180,7 @@ def _merge_tables(rope_parameters: Mapping[str, Any], rope_scaling: Mapping[str,
 def max_positions(c: ConfigReader) -> int:
     """The context length in config.json."""
     return c.size(
-        "max_sequence_length",
-        "model_max_length",
-        "max_position_embeddings",
-        "max_seq_len",
-        "n_positions",
-        default=2048,
+        "max_sequence_length", "model_max_length", "max_position_embeddings", "max_seq_len", "n_positions", default=2048
     )
 
 
@@ -201,17 +192,13 @@ def _llama3(p: RopeParameters) -> spec.Llama3Scaling:
 
 
 def _yarn(p: RopeParameters) -> spec.YarnScaling:
-    factor = (
-        p.positive("factor") if p.get("factor") is not None else p.max_positions / p.original_max_positions
-    )
+    factor = p.positive("factor") if p.get("factor") is not None else p.max_positions / p.original_max_positions
     attention_factor = p.real("attention_factor", None)
     if attention_factor is None:
         numerator, denominator = p.real("mscale", None), p.real("mscale_all_dim", None)
         mscale = spec.YarnScaling.mscale
         attention_factor = (
-            mscale(factor, numerator) / mscale(factor, denominator)
-            if numerator and denominator
-            else mscale(factor)
+            mscale(factor, numerator) / mscale(factor, denominator) if numerator and denominator else mscale(factor)
         )
     return spec.YarnScaling(
         factor,
@@ -236,9 +223,7 @@ def _longrope(p: RopeParameters, dim: int) -> spec.LongRopeScaling:
     attention_factor = p.real("attention_factor", None)
     if attention_factor is None:
         attention_factor = (
-            1.0
-            if factor <= 1
-            else math.sqrt(1 + math.log(factor) / math.log(max(p.original_max_positions, 2)))
+            1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(p.original_max_positions, 2)))
         )
     short, long = p.real_list("short_factor", dim // 2), p.real_list("long_factor", dim // 2)
     return spec.LongRopeScaling(short, long, p.original_max_positions, attention_factor)

@@ -148,9 +148,5 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     if bits in (4, 8):
         words = words64.view(torch.int32) if bits == 8 else words64.to(torch.int32)
     else:
-        words = (
-            take_bytes(words64.view(torch.uint8).view(*words64.shape, 8), 0, bits)
-            .flatten(-2)
-            .view(torch.int32)
-        )
+        words = take_bytes(words64.view(torch.uint8).view(*words64.shape, 8), 0, bits).flatten(-2).view(torch.int32)
     return words

@@ -73,9 +73,7 @@ def read(
     width = -(-out_features // ALIGNMENT) * ALIGNMENT
     words = require_tensor(tensors, "q_weight", where, (torch.int32,), (None, width)).contiguous()
     groups = _read_groups(tensors, words.shape[0], in_features, where)
-    packed = require_tensor(
-        tensors, "q_scale", where, (torch.int32,), (len(groups), width * _SCALE_BITS // WORD_BITS)
-    )
+    packed = require_tensor(tensors, "q_scale", where, (torch.int32,), (len(groups), width * _SCALE_BITS // WORD_BITS))
     maxima = require_tensor(tensors, "q_scale_max", where, (torch.float16,), (len(groups),))
     check_finite(maxima, "q_scale_max", where)
     perm = _read_perm(tensors, in_features, where)
@@ -155,13 +153,9 @@ def _read_groups(tensors: Mapping[str, Tensor], words: int, in_features: int, wh
     if starts[0] != 0:
         raise bad_tensor(where, "q_groups", "the first group at row 0 of q_weight", f"row {starts[0]}")
     groups = []
-    for number, (bits, start, stop) in enumerate(
-        zip(numbers[::2], starts, [*starts[1:], words], strict=True)
-    ):
+    for number, (bits, start, stop) in enumerate(zip(numbers[::2], starts, [*starts[1:], words], strict=True)):
         if bits not in BIT_WIDTHS:
-            raise bad_tensor(
-                where, "q_groups", f"widths out of {BIT_WIDTHS}", f"{bits} bits in group {number}"
-            )
+            raise bad_tensor(where, "q_groups", f"widths out of {BIT_WIDTHS}", f"{bits} bits in group {number}")
         if not start < stop <= words:
             raise bad_tensor(
                 where, "q_groups", f"ascending rows below {words}", f"group {number} from {start} to {stop}"
@@ -258,9 +252,7 @@ def _check_writable(weight: PackedWeight) -> None:
         if isinstance(segment.zero, Tensor) or segment.zero != 1 << (bits - 1):
             raise cannot_store(weight, "EXL2", f"zero points other than {1 << (bits - 1)} for {bits} bits")
         if odd := [size for size in segment.group_sizes if size * bits % WORD_BITS]:
-            raise cannot_store(
-                weight, "EXL2", f"groups of {odd[0]} rows of {bits} bits, which do not fill whole words"
-            )
+            raise cannot_store(weight, "EXL2", f"groups of {odd[0]} rows of {bits} bits, which do not fill whole words")
         rows[bits] = rows.get(bits, 0) + segment.in_features
     if uneven := [(count, bits) for bits, count in rows.items() if count % ALIGNMENT]:
         count, bits = uneven[0]

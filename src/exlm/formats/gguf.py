@@ -31,9 +31,7 @@ REPACK_CHUNK = 2**18
 _TYPE_BY_NAME = {one.name: one for one in GGUF_TYPES.values()}
 
 
-def read(
-    raw: Tensor, type_name: str, in_features: int, out_features: int, where: str
-) -> PackedWeight | DenseWeight:
+def read(raw: Tensor, type_name: str, in_features: int, out_features: int, where: str) -> PackedWeight | DenseWeight:
     """The weight in these bytes, one row for each output; `where` is what errors call it.
 
     Plain floats share memory with `raw`; everything else is new.
@@ -42,9 +40,7 @@ def read(
     if stored_type is None:
         raise BadTensor(f"{where}: expected one of {', '.join(_TYPE_BY_NAME)}, found the type {type_name!r}.")
     if in_features % stored_type.block_size:
-        raise BadTensor(
-            f"{where}: {in_features} inputs are not whole {type_name} blocks of {stored_type.block_size}."
-        )
+        raise BadTensor(f"{where}: {in_features} inputs are not whole {type_name} blocks of {stored_type.block_size}.")
     expected = (out_features, in_features // stored_type.block_size * stored_type.block_bytes)
     if raw.dtype is not torch.uint8 or raw.shape != expected or min(expected) < 1:
         raise BadTensor(
@@ -92,9 +88,7 @@ def _repack(raw: Tensor, layout: BlockLayout, inputs: int, where: str) -> Segmen
     whole = BlockParts(codes, *tables)  # type: ignore[arg-type]  # at least one slab: the scales are there
     for table in (whole.scales, whole.minimum):
         if table is not None and not bool(table.isfinite().all()):
-            raise BadTensor(
-                f"{where}: expected finite scales, found infinity or NaN. Download the file again."
-            )
+            raise BadTensor(f"{where}: expected finite scales, found infinity or NaN. Download the file again.")
     superblock_of_group = torch.arange(inputs // layout.block_size, dtype=torch.int32)
     superblock_of_group = superblock_of_group.repeat_interleave(layout.block_size // layout.group_size)
     return Segment(
@@ -103,9 +97,7 @@ def _repack(raw: Tensor, layout: BlockLayout, inputs: int, where: str) -> Segmen
         codes=codes,
         scales=_scales(whole.scales, whole.sub_scales, superblock_of_group),
         zero=layout.zero,
-        minimum=None
-        if whole.minimum is None
-        else _scales(whole.minimum, whole.sub_minimum, superblock_of_group),
+        minimum=None if whole.minimum is None else _scales(whole.minimum, whole.sub_minimum, superblock_of_group),
         codebook=torch.tensor(layout.codebook, dtype=torch.float32) if layout.codebook else None,
     )
 
@@ -117,9 +109,7 @@ def _table_buffer(part: Tensor, outputs: int) -> Tensor:
 
 def _scales(superblock_scales: Tensor, codes: Tensor | None, superblock_of_group: Tensor) -> Scales:
     return (
-        PlainScales(superblock_scales)
-        if codes is None
-        else KQuantScales(codes, superblock_scales, superblock_of_group)
+        PlainScales(superblock_scales) if codes is None else KQuantScales(codes, superblock_scales, superblock_of_group)
     )
 
 
@@ -128,9 +118,7 @@ def _dequantize(raw: Tensor, type_name: str, inputs: int, where: str) -> Tensor:
     try:
         import gguf
     except ImportError:
-        raise MissingExtra(
-            f"{where} is stored as {type_name}, which needs another package: pip install gguf"
-        ) from None
+        raise MissingExtra(f"{where} is stored as {type_name}, which needs another package: pip install gguf") from None
     _warn_unpacked(type_name)
     out = torch.empty((raw.shape[0], inputs), dtype=torch.float16)
     for chunk in _chunks(*out.shape):
@@ -152,6 +140,5 @@ def _dequantize(raw: Tensor, type_name: str, inputs: int, where: str) -> Tensor:
 def _warn_unpacked(type_name: str) -> None:
     """Warn once for each type that it is unpacked."""
     log.warning(
-        "GGUF %s tensors have no kernel here: they are unpacked to float16, which takes more memory.",
-        type_name,
+        "GGUF %s tensors have no kernel here: they are unpacked to float16, which takes more memory.", type_name
     )

@@ -148,9 +148,7 @@ def _q4_0(blocks: Tensor) -> BlockParts:
 
 
 def _q4_1(blocks: Tensor) -> BlockParts:
-    return BlockParts(
-        _nibbles(take_bytes(blocks, 4, 16), 16), _float16_at(blocks, 0), minimum=-_float16_at(blocks, 2)
-    )
+    return BlockParts(_nibbles(take_bytes(blocks, 4, 16), 16), _float16_at(blocks, 0), minimum=-_float16_at(blocks, 2))
 
 
 def _five_bit_codes(blocks: Tensor, at: int) -> Tensor:
@@ -174,18 +172,12 @@ def _q8_0(blocks: Tensor) -> BlockParts:
 def _q2_k(blocks: Tensor) -> BlockParts:
     low, high = shift_right(take_bytes(blocks, 0, 16), (0, 4), 15)
     return BlockParts(
-        _two_bit_codes(take_bytes(blocks, 16, 64)),
-        _float16_at(blocks, 80),
-        low,
-        _float16_at(blocks, 82),
-        high,
+        _two_bit_codes(take_bytes(blocks, 16, 64)), _float16_at(blocks, 80), low, _float16_at(blocks, 82), high
     )
 
 
 def _q3_k(blocks: Tensor) -> BlockParts:
-    codes = merge_high_bits(
-        _two_bit_codes(take_bytes(blocks, 32, 64)), _bit_planes(take_bytes(blocks, 0, 32), 4), 2
-    )
+    codes = merge_high_bits(_two_bit_codes(take_bytes(blocks, 32, 64)), _bit_planes(take_bytes(blocks, 0, 32), 4), 2)
     low = _flatten_runs(_nibbles(take_bytes(blocks, 96, 8), 8))
     high = torch.stack([(take_bytes(blocks, 104, 4) >> shift) & 3 for shift in (0, 2, 4, 6)], -2).flatten(-2)
     return BlockParts(codes, _float16_at(blocks, 108), _signed_six_bits(low | (high << 4)))
@@ -194,27 +186,19 @@ def _q3_k(blocks: Tensor) -> BlockParts:
 def _q4_k(blocks: Tensor) -> BlockParts:
     scales, minimum = _six_bit_scales(blocks)
     return BlockParts(
-        _nibbles(take_bytes(blocks, 16, 128), 32),
-        _float16_at(blocks, 0),
-        scales,
-        _float16_at(blocks, 2),
-        minimum,
+        _nibbles(take_bytes(blocks, 16, 128), 32), _float16_at(blocks, 0), scales, _float16_at(blocks, 2), minimum
     )
 
 
 def _q5_k(blocks: Tensor) -> BlockParts:
     scales, minimum = _six_bit_scales(blocks)
-    codes = merge_high_bits(
-        _nibbles(take_bytes(blocks, 48, 128), 32), _bit_planes(take_bytes(blocks, 16, 32), 2), 4
-    )
+    codes = merge_high_bits(_nibbles(take_bytes(blocks, 48, 128), 32), _bit_planes(take_bytes(blocks, 16, 32), 2), 4)
     return BlockParts(codes, _float16_at(blocks, 0), scales, _float16_at(blocks, 2), minimum)
 
 
 def _q6_k(blocks: Tensor) -> BlockParts:
     low = take_bytes(blocks, 0, 128).view(*blocks.shape[:2], 2, 2, 32).permute(3, 0, 1, 2, 4).contiguous()
-    codes = merge_high_bits(
-        shift_right(low, (0, 4), 15).flatten(0, 1), _two_bit_codes(take_bytes(blocks, 128, 64)), 4
-    )
+    codes = merge_high_bits(shift_right(low, (0, 4), 15).flatten(0, 1), _two_bit_codes(take_bytes(blocks, 128, 64)), 4)
     return BlockParts(codes, _float16_at(blocks, 208), take_bytes(blocks, 192, 16).view(torch.int8))
 
 

@@ -60,9 +60,7 @@ def read(
     bits = _infer_bits(words.shape[0], in_features, out_features, where, config)
     scales = read_scales(tensors, out_features, where)
     groups = scales.shape[0]
-    packed = require_tensor(
-        tensors, "qzeros", where, (torch.int32,), (groups, out_features * bits // WORD_BITS)
-    )
+    packed = require_tensor(tensors, "qzeros", where, (torch.int32,), (groups, out_features * bits // WORD_BITS))
     shift = 1 if config.checkpoint_format == "gptq" else 0
     zeros = unpack_rows(packed, bits, out_features)
     if config.zeros_decremented_per_word:
@@ -106,9 +104,7 @@ def write(weight: PackedWeight, *, v2: bool = False) -> dict[str, Tensor]:
     low, high = (int(edge) for edge in zeros.aminmax())
     if low < shift or high - shift >= 1 << segment.bits:
         layout = "gptq_v2" if v2 else "gptq"
-        raise cannot_store(
-            weight, "GPTQ", f"zero points from {low} to {high} with {segment.bits} bits as {layout}"
-        )
+        raise cannot_store(weight, "GPTQ", f"zero points from {low} to {high} with {segment.bits} bits as {layout}")
     sizes = torch.tensor(segment.group_sizes, device=segment.codes.device)
     group_of_input = torch.arange(len(sizes), dtype=torch.int32, device=sizes.device).repeat_interleave(sizes)
     words = segment.codes
@@ -151,9 +147,7 @@ def read_scales(tensors: Mapping[str, Tensor], out_features: int, where: str) ->
     return scales
 
 
-def sequential_group_sizes(
-    in_features: int, groups: int, where: str, config: QuantizationConfig
-) -> tuple[int, ...]:
+def sequential_group_sizes(in_features: int, groups: int, where: str, config: QuantizationConfig) -> tuple[int, ...]:
     """The size of each group where neighbouring inputs form the groups; the last may be short."""
     size = config.group_size
     if size == -1:
@@ -172,9 +166,7 @@ def collapse_zeros(codes: Tensor, shift: int, where: str) -> int | Tensor:
     if low == high:
         return low
     if high > _MAX_ZERO:
-        raise bad_tensor(
-            where, "qzeros", f"zero points up to {_MAX_ZERO}, or the same everywhere", f"{low} to {high}"
-        )
+        raise bad_tensor(where, "qzeros", f"zero points up to {_MAX_ZERO}, or the same everywhere", f"{low} to {high}")
     return codes + shift if shift else codes
 
 
@@ -186,23 +178,16 @@ def _undo_word_decrement(packed: Tensor, bits: int, columns: int) -> Tensor:
     return unpack_rows(packed + ones, bits, columns)
 
 
-def _infer_bits(
-    rows: int, in_features: int, out_features: int, where: str, config: QuantizationConfig
-) -> int:
+def _infer_bits(rows: int, in_features: int, out_features: int, where: str, config: QuantizationConfig) -> int:
     """Bits of a code, from the config or the shape of qweight, which must agree with it."""
     bits = config.bits if config.bits is not None else rows * WORD_BITS // in_features
     if bits not in GPTQ_BITS or rows * WORD_BITS != in_features * bits:
         wanted = f"{bits} bits" if config.bits is not None else f"{GPTQ_BITS} bits"
         raise bad_tensor(
-            where,
-            "qweight",
-            f"rows for {in_features} inputs of {wanted}",
-            f"{rows} rows, {rows * WORD_BITS} bits",
+            where, "qweight", f"rows for {in_features} inputs of {wanted}", f"{rows} rows, {rows * WORD_BITS} bits"
         )
     if out_features * bits % WORD_BITS:
-        raise bad_tensor(
-            where, "qzeros", f"{out_features} outputs of {bits} bits to fill words", "a remainder"
-        )
+        raise bad_tensor(where, "qzeros", f"{out_features} outputs of {bits} bits to fill words", "a remainder")
     return bits
 
 
@@ -239,7 +224,5 @@ def _check_writable(weight: PackedWeight) -> tuple[Segment, PlainScales]:
         raise cannot_store(weight, "GPTQ", "minimums or codebooks")
     for count, what in ((weight.in_features, "inputs"), (weight.out_features, "outputs")):
         if count * segment.bits % WORD_BITS:
-            raise cannot_store(
-                weight, "GPTQ", f"{count} {what} of {segment.bits} bits, which do not fill whole words"
-            )
+            raise cannot_store(weight, "GPTQ", f"{count} {what} of {segment.bits} bits, which do not fill whole words")
     return segment, scales

@@ -30,9 +30,7 @@ PREFAULT_CHUNK = 2**20
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; before it, pages fault when touched
 
-_MMAP_FLAGS: dict[str, int] = (
-    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-)
+_MMAP_FLAGS: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 class _BufferPool:
@@ -40,9 +38,7 @@ class _BufferPool:
 
     def __init__(self) -> None:
         self._idle: list[mmap.mmap] = []
-        self._lock = (
-            threading.RLock()
-        )  # re-entrant: a finalizer may call release while this thread holds the lock
+        self._lock = threading.RLock()  # re-entrant: a finalizer may call release while this thread holds the lock
 
     def acquire(self, size: int) -> mmap.mmap:
         with self._lock:

@@ -170,12 +170,8 @@ class Segment:
     def __post_init__(self) -> None:
         """Refuse a segment whose parts contradict each other, by a reader's mistake or a corrupt file."""
         if not 2 <= self.bits <= 8 or not self.group_sizes or min(self.group_sizes) < 1:
-            raise InputError(
-                f"A segment needs 2 to 8 bits and groups of at least 1 row, found {self.bits} bits."
-            )
-        if self.codes.shape[0] != num_words(self.in_features, self.bits) or self.scales.groups != len(
-            self.group_sizes
-        ):
+            raise InputError(f"A segment needs 2 to 8 bits and groups of at least 1 row, found {self.bits} bits.")
+        if self.codes.shape[0] != num_words(self.in_features, self.bits) or self.scales.groups != len(self.group_sizes):
             raise InputError(
                 f"A segment of {self.in_features} rows of {self.bits} bits in {len(self.group_sizes)} groups "
                 f"does not match {self.codes.shape[0]} words and {self.scales.groups} scales."
@@ -183,9 +179,7 @@ class Segment:
         tables = [self.zero.shape[0]] if isinstance(self.zero, Tensor) else []
         tables += [self.minimum.groups] if self.minimum is not None else []
         if any(rows != len(self.group_sizes) for rows in tables):
-            raise InputError(
-                f"{len(self.group_sizes)} groups do not match zero points or minimums of {tables}."
-            )
+            raise InputError(f"{len(self.group_sizes)} groups do not match zero points or minimums of {tables}.")
         if self.codebook is not None and len(self.codebook) != 1 << self.bits:
             raise InputError(f"{self.bits} bits do not match a codebook of {len(self.codebook)} entries.")
 
@@ -219,9 +213,7 @@ class Segment:
 
     def take_inputs(self, rows: Tensor) -> Segment:
         """The segment of these stored rows only (ascending), without groups that none of them is in."""
-        owner = torch.repeat_interleave(torch.arange(len(self.group_sizes)), torch.tensor(self.group_sizes))[
-            rows.cpu()
-        ]
+        owner = torch.repeat_interleave(torch.arange(len(self.group_sizes)), torch.tensor(self.group_sizes))[rows.cpu()]
         kept, counts = torch.unique_consecutive(owner, return_counts=True)
         kept = kept.to(self.codes.device)
         codes = unpack(self.codes, self.bits, self.in_features)[rows.to(self.codes.device)]
@@ -310,9 +302,7 @@ class PackedWeight:
 
     def dequantize(self) -> Tensor:
         """W, (in_features, out_features), in the precision that the format defines."""
-        out = torch.empty(
-            self.in_features, self.out_features, dtype=self.dtype, device=self.segments[0].codes.device
-        )
+        out = torch.empty(self.in_features, self.out_features, dtype=self.dtype, device=self.segments[0].codes.device)
         start = 0
         for segment in self.segments:
             stop = start + segment.in_features

@@ -128,9 +128,7 @@ def _overrides(raw: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[st
 def _bits(raw: Mapping[str, Any], allowed: tuple[int, ...], method: QuantMethod, where: str) -> int | None:
     bits = _number(raw, ("bits", "w_bit"), where)
     if bits is not None and bits not in allowed:
-        raise CheckpointError(
-            f"{where}: bits: expected {', '.join(map(str, allowed))} for {method}, found {bits}."
-        )
+        raise CheckpointError(f"{where}: bits: expected {', '.join(map(str, allowed))} for {method}, found {bits}.")
     return bits
 
 

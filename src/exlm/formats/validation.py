@@ -33,43 +33,31 @@ def cannot_store(weight: PackedWeight, format_name: str, what: str) -> Unsupport
 
 
 def require_tensor(
-    tensors: Mapping[str, Tensor],
-    name: str,
-    where: str,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int | None, ...],
+    tensors: Mapping[str, Tensor], name: str, where: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]
 ) -> Tensor:
     """The tensor called `name`, of one of these types and this shape (None: any length)."""
     if name not in tensors:
         raise MissingTensor(f"{where}: expected a tensor {name}, found only {', '.join(sorted(tensors))}.")
     tensor = tensors[name]
     found = list(tensor.shape)
-    fits = len(found) == len(shape) and all(
-        want in (None, have) for want, have in zip(shape, found, strict=True)
-    )
+    fits = len(found) == len(shape) and all(want in (None, have) for want, have in zip(shape, found, strict=True))
     if tensor.dtype not in dtypes or not fits:
         types = " or ".join(map(_dtype_name, dtypes))
         sizes = ", ".join("any" if want is None else str(want) for want in shape)
-        raise bad_tensor(
-            where, name, f"{types} of shape [{sizes}]", f"{_dtype_name(tensor.dtype)} of shape {found}"
-        )
+        raise bad_tensor(where, name, f"{types} of shape [{sizes}]", f"{_dtype_name(tensor.dtype)} of shape {found}")
     return tensor
 
 
 def check_features(in_features: int, out_features: int, where: str) -> None:
     """At least one input and one output."""
     if in_features < 1 or out_features < 1:
-        raise bad_tensor(
-            where, "matrix", "at least one input and one output", f"{in_features} by {out_features}"
-        )
+        raise bad_tensor(where, "matrix", "at least one input and one output", f"{in_features} by {out_features}")
 
 
 def check_finite(tensor: Tensor, name: str, where: str) -> None:
     """No NaN, no infinity."""
     if odd := int((~torch.isfinite(tensor)).sum()):
-        raise bad_tensor(
-            where, name, "finite float16 values", f"{odd} of {tensor.numel()} NaN, infinite or too large"
-        )
+        raise bad_tensor(where, name, "finite float16 values", f"{odd} of {tensor.numel()} NaN, infinite or too large")
 
 
 def check_range(tensor: Tensor, bound: int, name: str, where: str) -> None:

@@ -89,9 +89,7 @@ class DenseWeight:
     def split(self, dim: int, ranges: Sequence[Range]) -> list[DenseWeight]:
         """Views into the same memory."""
         if dim == 1:
-            return [
-                DenseWeight(self.data[a:b], None if self.bias is None else self.bias[a:b]) for a, b in ranges
-            ]
+            return [DenseWeight(self.data[a:b], None if self.bias is None else self.bias[a:b]) for a, b in ranges]
         return [DenseWeight(self.data[:, a:b], None if n else self.bias) for n, (a, b) in enumerate(ranges)]
 
     def to(self, device: torch.device) -> DenseWeight:

@@ -152,18 +152,14 @@ class EngineCore:
         for sequence in job.sequences:
             if sequence.extras is None and (loras or job.embeddings or max(sequence.ids) >= self.vocab_size):
                 if self.make_extras is None:
-                    raise InputError(
-                        f"This model has no embeddings but those of tokens below {self.vocab_size}."
-                    )
+                    raise InputError(f"This model has no embeddings but those of tokens below {self.vocab_size}.")
                 sequence.extras = self.make_extras(sequence.ids, loras, job.embeddings)
                 job.cache_key_parts["adapters"] = sequence.extras.salt
 
     def _fail_unloaded_loras(self) -> list[StreamingResult]:
         """Fail the jobs whose adapters were unloaded, rather than run them without."""
         out = []
-        for adapters, jobs in [
-            *self._jobs_by_adapters.items()
-        ]:  # all jobs of an entry have the same adapters
+        for adapters, jobs in [*self._jobs_by_adapters.items()]:  # all jobs of an entry have the same adapters
             if not jobs:
                 del self._jobs_by_adapters[adapters]
             elif next(iter(jobs.values())).sequences[0].extras.unloaded_error():
@@ -202,9 +198,7 @@ class EngineCore:
                 job.metrics.start_decode()
         if not self.num_draft_tokens:
             return NO_DRAFTS
-        return self.drafter.propose(
-            [job.sequences[0] for job in jobs], [job.num_draft_tokens for job in jobs]
-        )
+        return self.drafter.propose([job.sequences[0] for job in jobs], [job.num_draft_tokens for job in jobs])
 
     def _decode(self, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]) -> Any:
         """Logits of each job's last token and drafts, in one pass of the model."""
@@ -221,9 +215,7 @@ class EngineCore:
                 token_rows.append([sequence.ids[-1], *draft])
         return self.runner.decode(sequences, past, token_rows)
 
-    def _verify_and_apply(
-        self, jobs: Sequence[Job], logits: Any, drafts: Sequence[Sequence[int]]
-    ) -> Sequence[Result]:
+    def _verify_and_apply(self, jobs: Sequence[Job], logits: Any, drafts: Sequence[Sequence[int]]) -> Sequence[Result]:
         """Sample a token for every job, and further ones for as long as they equal the job's draft.
 
         The next pass is launched before the host reads the tokens if all jobs are simple and no draft depends
@@ -241,13 +233,9 @@ class EngineCore:
         position = 0
         while unfinished:
             if sampled is None:
-                position_results = self._sample_and_apply(
-                    [job for job, _ in unfinished], logits, position, launch_next
-                )
+                position_results = self._sample_and_apply([job for job, _ in unfinished], logits, position, launch_next)
             else:
-                position_results = [
-                    self._append_token_fast(job, *sampled[id(job)][position]) for job, _ in unfinished
-                ]
+                position_results = [self._append_token_fast(job, *sampled[id(job)][position]) for job, _ in unfinished]
             out += position_results
             accepted = []
             for (job, draft), result in zip(unfinished, position_results, strict=True):
@@ -275,9 +263,7 @@ class EngineCore:
         `launch_next` launches the next pass before the tokens are read; `jobs` are then all jobs of `logits`.
         """
         try:
-            requests = [
-                job.sampling_request if job.is_simple else job.next_sampling_request() for job in jobs
-            ]
+            requests = [job.sampling_request if job.is_simple else job.next_sampling_request() for job in jobs]
             row_logits = results.logits_of_jobs(logits, jobs, position)
             pending = self.sampler.launch(row_logits, requests)
         except ExlmError as error:
@@ -336,11 +322,7 @@ class EngineCore:
         token, prob, top_tokens, top_probs, logits = sampled
         try:
             result = call_hooks(
-                job.hooks,
-                token,
-                prob or 0.0,
-                (top_tokens, top_probs) if top_tokens and top_probs else None,
-                logits,
+                job.hooks, token, prob or 0.0, (top_tokens, top_probs) if top_tokens and top_probs else None, logits
             )
             token = result.token
         except Exception as error:
@@ -348,9 +330,7 @@ class EngineCore:
         if not 0 <= token < self.vocab_size:
             raise InputError(f"A post-sampling hook chose {token}; tokens are 0 to {self.vocab_size - 1}.")
         kept = sampled._replace(
-            token=token,
-            prob=prob if job.return_probs else None,
-            logits=logits if job.return_logits else None,
+            token=token, prob=prob if job.return_probs else None, logits=logits if job.return_logits else None
         )
         return kept, result.feed_filters
 
@@ -384,10 +364,7 @@ class EngineCore:
     def _stop(self, job: Job, action: Stop) -> StreamingResult:
         job.emitted_texts.append(action.text)
         job.final_held_text = action.held_text
-        emitted, held = (
-            job.take_pending_tokens(action.num_tokens),
-            job.take_pending_tokens(len(job.pending_tokens)),
-        )
+        emitted, held = (job.take_pending_tokens(action.num_tokens), job.take_pending_tokens(len(job.pending_tokens)))
         self._finish(job)
         return results.stop_result(job, action, emitted, held)
 

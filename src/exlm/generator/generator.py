@@ -94,18 +94,14 @@ class Generator:
         rows = at_least("max_batch_size", max_batch_size or default_rows, 1)
         self.max_batch_size = rows if paged else 1
         self.max_seq_len = resolve_max_seq_len(max_seq_len, model.max_seq_len)
-        self.max_chunk_size = resolve_chunk_size(
-            max_chunk_size, model.config.max_input_len, self.page_size, paged
-        )
+        self.max_chunk_size = resolve_chunk_size(max_chunk_size, model.config.max_input_len, self.page_size, paged)
         self.max_total_tokens = cache_tokens(cache)
         self.max_pages = self.max_total_tokens // self.page_size
         self.max_queue = None if max_queue is None else at_least("max_queue", max_queue, 1)
         drafter = self._make_drafter(use_ngram_draft, max_ngram)
         default_draft_tokens = max(1, max_q_size - 1) if use_ngram_draft else DEFAULT_DRAFT_TOKENS
         self.num_draft_tokens = (
-            0
-            if drafter is None
-            else resolve_num_draft_tokens(num_draft_tokens, default_draft_tokens, max_q_size)
+            0 if drafter is None else resolve_num_draft_tokens(num_draft_tokens, default_draft_tokens, max_q_size)
         )
         self._engine = EngineCore(
             model.runner(cache),

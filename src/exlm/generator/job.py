@@ -185,9 +185,7 @@ class Job:
             tokenizer.get_prefix_id_to_ids_dict()[self.prompts[0][-1]] if self.token_healing else None
         )
         self.filter_stack = (
-            FilterStack(self.filters, tokenizer, self.filter_prefer_eos, width=vocab_size)
-            if self.filters
-            else None
+            FilterStack(self.filters, tokenizer, self.filter_prefer_eos, width=vocab_size) if self.filters else None
         )
         self.hooks = tuple(self.gen_settings.post_sampling_hooks or ())
         check_seed(self.seed)
@@ -395,9 +393,7 @@ def split_stop_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[in
         elif isinstance(condition, Integral) and not isinstance(condition, bool):
             tokens.add(int(condition))
         else:
-            raise InputError(
-                f"Unsupported type in stop_conditions: {condition!r}; use token ids and strings."
-            )
+            raise InputError(f"Unsupported type in stop_conditions: {condition!r}; use token ids and strings.")
     return frozenset(tokens), tuple(string for string in strings if string)
 
 

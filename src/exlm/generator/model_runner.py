@@ -24,9 +24,7 @@ class ModelRunner(Protocol):
         """Compute keys and values of the ids from `start` to `stop`."""
         ...
 
-    def decode(
-        self, sequences: Sequence[TokenSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> Any:
+    def decode(self, sequences: Sequence[TokenSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]) -> Any:
         """Feed each sequence its tokens behind `past`; logits (tokens, vocabulary) for each sequence.
 
         A list, or one tensor if all feed equally many.

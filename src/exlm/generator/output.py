@@ -100,9 +100,7 @@ class OutputProcessor:
         self._special_texts = special_texts or {}
         self._healed_token = healed_token
         self._buffer = StopStringBuffer(
-            detokenizer,
-            StringMatcher(stop_strings),
-            StringMatcher(text.casefold() for text in banned_strings),
+            detokenizer, StringMatcher(stop_strings), StringMatcher(text.casefold() for text in banned_strings)
         )
         self._num_new = 0 if healed_token is None else -1
         self._num_released = 0
@@ -199,17 +197,11 @@ class OutputProcessor:
 
     def _rejected_here(self) -> Sequence[int]:
         """Tokens that led to a banned string from here."""
-        return (
-            self._rejected_tokens.get(self._num_released + len(self._buffer), ())
-            if self._rejected_tokens
-            else ()
-        )
+        return self._rejected_tokens.get(self._num_released + len(self._buffer), ()) if self._rejected_tokens else ()
 
     def _healed_text(self, token: int) -> str:
         """The text that a token adds to that of the removed one, both read from the same state."""
-        removed_text = (
-            "" if self._healed_token is None else self._buffer.detokenizer.copy().push(self._healed_token)
-        )
+        removed_text = "" if self._healed_token is None else self._buffer.detokenizer.copy().push(self._healed_token)
         return self._buffer.detokenizer.push(token).removeprefix(removed_text)
 
     def _stop_at_token(self, token: int) -> OutputAction:
@@ -228,9 +220,7 @@ class OutputProcessor:
         """What a completed string means; of a stop string and a banned one, the first hides the other."""
         buffer = self._buffer
         stop = buffer.first_stop(found)
-        if found.banned is not None and (
-            stop is None or buffer.offset_of_banned(found.banned) <= stop.offset
-        ):
+        if found.banned is not None and (stop is None or buffer.offset_of_banned(found.banned) <= stop.offset):
             return self._rewind(found.banned)
         if stop is None:
             return None

@@ -117,9 +117,7 @@ class PageTable:
         Idle pages that the job can reuse are reserved before any page is evicted.
         """
         if (need := self.count_free_pages_needed(sequences)) > len(self._idle):
-            raise CacheTooSmall(
-                f"{need} pages are needed but {len(self._idle)} are free: finish a job first."
-            )
+            raise CacheTooSmall(f"{need} pages are needed but {len(self._idle)} are free: finish a job first.")
         missing: dict[Hashable, list[PageTableEntry]] = {}
         for sequence in sequences:
             sequence.pages = [-1] * -(-sequence.max_length // self.page_size)
@@ -448,9 +446,7 @@ class PageTable:
                 yield "pending, but not found by its pending hash"
             if page.ref_count == 0 or page.parent_hash is None:
                 yield "pending without a user or a parent"
-            elif len(page.ids) == self.page_size and page.pending_hash != hash_page(
-                page.parent_hash, page.ids
-            ):
+            elif len(page.ids) == self.page_size and page.pending_hash != hash_page(page.parent_hash, page.ids):
                 yield "its pending hash is not that of its ids"
         key = page.start_key
         if key is not None and self._by_start_key.get(key, {}).get(page.index) is not page:

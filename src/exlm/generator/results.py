@@ -274,14 +274,10 @@ def sample_all_positions(
         if not all([job.is_stateless_greedy for job in jobs]):
             return None
         requests = [
-            job.sampling_request
-            for job, draft in zip(jobs, drafts, strict=True)
-            for _ in range(len(draft) + 1)
+            job.sampling_request for job, draft in zip(jobs, drafts, strict=True) for _ in range(len(draft) + 1)
         ]
         is_one_tensor = isinstance(logits, Tensor) and logits.shape[0] == len(jobs)
-        flat_logits = (
-            logits.flatten(0, 1) if is_one_tensor else torch.cat([logits[job.batch_row] for job in jobs])
-        )
+        flat_logits = logits.flatten(0, 1) if is_one_tensor else torch.cat([logits[job.batch_row] for job in jobs])
         tokens = sampler.sample_batch(flat_logits, requests).tokens
     except ExlmError:
         return None

@@ -110,8 +110,7 @@ class Scheduler(Generic[J]):
     def __init__(self, page_table: PageTable, max_batch_size: int, chunk_size: int) -> None:
         if max_batch_size < 1 or chunk_size < 1:
             raise InputError(
-                f"A scheduler needs max_batch_size and chunk of at least 1, found {max_batch_size} and "
-                f"{chunk_size}."
+                f"A scheduler needs max_batch_size and chunk of at least 1, found {max_batch_size} and {chunk_size}."
             )
         self.page_table, self.max_batch_size, self.chunk_size = page_table, max_batch_size, chunk_size
         self._pending: OrderedDict[int, J] = OrderedDict()
@@ -316,9 +315,7 @@ class Scheduler(Generic[J]):
             start += copy.num_tokens if copy is not None else 0
             if builder.computes_longer_match(self.page_table, sequence, start - sequence.num_computed_tokens):
                 return False
-        builder.add(
-            PrefillChunk(job, sequence, start, self._chunk_end(sequence, start), copy), self.page_table
-        )
+        builder.add(PrefillChunk(job, sequence, start, self._chunk_end(sequence, start), copy), self.page_table)
         return True
 
     def _chunk_end(self, sequence: TokenSequence, start: int) -> int:

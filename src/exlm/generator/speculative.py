@@ -195,9 +195,7 @@ class NgramDrafter(NoDrafter):
 
         A continuation that reaches the end of the sequence is repeated: a draft is empty or has full length.
         """
-        return [
-            self._propose_one(s, count) if count else [] for s, count in zip(sequences, counts, strict=True)
-        ]
+        return [self._propose_one(s, count) if count else [] for s, count in zip(sequences, counts, strict=True)]
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
         """Drop the index entries of the ids from there on."""
@@ -259,8 +257,7 @@ class ModelDrafter:
             for row in rows:
                 sequence = sequences[row]
                 num_computed = min(
-                    self._num_computed_tokens.get(id(sequence), sequence.num_computed_tokens),
-                    len(sequence.ids) - 1,
+                    self._num_computed_tokens.get(id(sequence), sequence.num_computed_tokens), len(sequence.ids) - 1
                 )
                 row_tokens = [*sequence.ids[num_computed:], *out[row]] if step == 0 else [out[row][-1]]
                 past.append(num_computed if step == 0 else len(sequence.ids) + step - 1)

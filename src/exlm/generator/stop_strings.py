@@ -59,9 +59,7 @@ class RewoundTokens(NamedTuple):
 class StopStringBuffer:
     """Tokens that are neither emitted nor rewound, oldest first; the detokenizer has read all of them."""
 
-    def __init__(
-        self, detokenizer: Detokenizer, stop_strings: StringMatcher, banned_strings: StringMatcher
-    ) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop_strings: StringMatcher, banned_strings: StringMatcher) -> None:
         """`banned_strings` are casefolded; without them no checkpoints are kept."""
         self.detokenizer = detokenizer
         self.can_rewind = bool(banned_strings)
@@ -71,9 +69,7 @@ class StopStringBuffer:
         self._tokens: list[_HeldToken] = []
         self._num_released = 0
         self._state = _ScanState(True, MatcherCursor(), MatcherCursor(), MatcherCursor())
-        self._detokenizer_checkpoint = (
-            detokenizer.copy() if self.can_rewind else None
-        )  # before the next token
+        self._detokenizer_checkpoint = detokenizer.copy() if self.can_rewind else None  # before the next token
 
     def __len__(self) -> int:
         """How many tokens are held."""
@@ -108,10 +104,7 @@ class StopStringBuffer:
         if special_text or state.with_special.state != state.visible.state:
             with_special, special_match = self._stop_strings.scan(state.with_special, special_text + text)
         else:  # equal states and equal texts have equal successors
-            with_special, special_match = (
-                MatcherCursor(state.with_special.length + len(text), visible.state),
-                None,
-            )
+            with_special, special_match = (MatcherCursor(state.with_special.length + len(text), visible.state), None)
         casefolded, banned = state.casefolded, None
         self._tokens.append(_HeldToken(token_id, text, special_text, state, self._detokenizer_checkpoint))
         if self.can_rewind:
@@ -127,15 +120,11 @@ class StopStringBuffer:
             full_text = "".join([token.special_text + token.text for token in self._tokens])
             start = matches.with_special.start - self._tokens[0].state_before.with_special.length
             string = full_text[start : start + matches.with_special.length]
-            stops.append(
-                StopMatch(self._visible_offset(matches.with_special.start), string, full_text[start:])
-            )
+            stops.append(StopMatch(self._visible_offset(matches.with_special.start), string, full_text[start:]))
         if matches.visible is not None:
             visible_text = self.text
             start = matches.visible.start - self._tokens[0].state_before.visible.length
-            stops.append(
-                StopMatch(start, visible_text[start : start + matches.visible.length], visible_text[start:])
-            )
+            stops.append(StopMatch(start, visible_text[start : start + matches.visible.length], visible_text[start:]))
         return min(stops, key=lambda stop: stop.offset, default=None)
 
     def offset_of_banned(self, banned: Match) -> int:
@@ -190,9 +179,7 @@ class StopStringBuffer:
         if count < index:
             return state._replace(num_releasable=before.num_releasable)
         while not (
-            before.at_char_boundary
-            and before.visible.length <= visible
-            and before.with_special.length <= with_special
+            before.at_char_boundary and before.visible.length <= visible and before.with_special.length <= with_special
         ):
             count -= 1
             before = self._tokens[count].state_before
@@ -209,9 +196,7 @@ class StopStringBuffer:
         if newest.detokenizer_before is not None:
             newest.detokenizer_before.flush()
             casefolded, _ = self._banned_strings.scan(casefolded, REPLACEMENT)
-        before = self._count_releasable(
-            len(self._tokens) - 1, _ScanState(True, visible, with_special, casefolded)
-        )
+        before = self._count_releasable(len(self._tokens) - 1, _ScanState(True, visible, with_special, casefolded))
         self._tokens[-2] = self._tokens[-2]._replace(text=self._tokens[-2].text + REPLACEMENT)
         self._tokens[-1] = newest._replace(text=newest.text[1:], state_before=before)
 
@@ -228,13 +213,9 @@ class StopStringBuffer:
         A hidden character is where the next visible one is.
         """
         token_at = next(
-            token
-            for token in reversed(self._tokens)
-            if token.state_before.with_special.length <= special_offset
+            token for token in reversed(self._tokens) if token.state_before.with_special.length <= special_offset
         )
-        inside = max(
-            special_offset - token_at.state_before.with_special.length - len(token_at.special_text), 0
-        )
+        inside = max(special_offset - token_at.state_before.with_special.length - len(token_at.special_text), 0)
         return token_at.state_before.visible.length - self._tokens[0].state_before.visible.length + inside
 
 
@@ -327,8 +308,6 @@ class StringMatcher:
                 while fallback and char not in self._children[fallback]:
                     fallback = fallbacks[fallback]
                 fallbacks[child] = self._children[fallback].get(char, 0)
-                self._match_lengths[child] = (
-                    self._match_lengths[child] or self._match_lengths[fallbacks[child]]
-                )
+                self._match_lengths[child] = self._match_lengths[child] or self._match_lengths[fallbacks[child]]
                 states.append(child)
         return fallbacks

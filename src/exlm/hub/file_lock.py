@@ -70,9 +70,7 @@ def heartbeat_lock(path: Path, on_wait: Callable[[], object]) -> Iterator[None]:
         over.set()
         beating.join()
         with contextlib.suppress(OSError):
-            if (
-                path.read_text(encoding="ascii") == mark
-            ):  # else another process found the lock stale and took it
+            if path.read_text(encoding="ascii") == mark:  # else another process found the lock stale and took it
                 path.unlink()
 
 

@@ -41,10 +41,7 @@ def find_pip() -> PipInterpreter:
     for python in asked:
         try:
             answer = subprocess.run(
-                [python, "-P", "-m", "pip", "--version"],
-                capture_output=True,
-                text=True,
-                stdin=subprocess.DEVNULL,
+                [python, "-P", "-m", "pip", "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL
             )
         except OSError:
             continue
@@ -77,9 +74,7 @@ def pip_download(requirement: str, folder: Path, on_size: Callable[[int], object
     command += ["--dest", str(saved), requirement]
     with (
         log.open("wb") as output,
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        ) as process,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as process,
     ):
         try:
             _wait_and_report(process, folder, on_size)
@@ -92,9 +87,7 @@ def pip_download(requirement: str, folder: Path, on_size: Callable[[int], object
     return wheels[0]
 
 
-def _wait_and_report(
-    process: subprocess.Popen[bytes], folder: Path, on_size: Callable[[int], object]
-) -> None:
+def _wait_and_report(process: subprocess.Popen[bytes], folder: Path, on_size: Callable[[int], object]) -> None:
     while True:
         try:
             process.wait(_POLL_SECONDS)
@@ -114,9 +107,7 @@ def _largest_wheel(folder: Path) -> int:
 
 def find_wheels(folder: Path) -> list[Path]:
     """Every wheel below a folder, also while other processes change it."""
-    return sorted(
-        Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(".whl")
-    )
+    return sorted(Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(".whl"))
 
 
 def _failure(requirement: str, folder: Path, log: str) -> ModelNotFound:

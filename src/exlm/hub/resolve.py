@@ -85,10 +85,7 @@ def _looks_like_path(text: str) -> bool:
     """Whether a name can only be a path."""
     repository = text.partition("@")[0]
     return (
-        text.startswith((".", "/", "~"))
-        or "\\" in text
-        or text.lower().endswith(".gguf")
-        or repository.count("/") > 1
+        text.startswith((".", "/", "~")) or "\\" in text or text.lower().endswith(".gguf") or repository.count("/") > 1
     )
 
 

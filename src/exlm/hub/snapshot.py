@@ -41,12 +41,7 @@ def download_snapshot(name: str, progress: bool) -> Path:
         raise ModelNotFound(f"{name!r} is not a name on the Hugging Face Hub: write owner/name[@revision].")
     repository, revision = match["repository"], match["revision"]
     # The bases of HfHubHTTPError include the base error of the HTTP library that this release uses.
-    failures: tuple[type[BaseException], ...] = (
-        *HfHubHTTPError.__bases__,
-        OSError,
-        EntryNotFoundError,
-        ValueError,
-    )
+    failures: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, OSError, EntryNotFoundError, ValueError)
     try:
         listed = _list_files(repository, revision)
     except failures:

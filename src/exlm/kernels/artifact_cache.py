@@ -166,9 +166,7 @@ class ArtifactFolder:
             _sweep(self.path, names)
             self._listed = status.st_mtime_ns, names
         parts = Path(name)
-        wanted = re.compile(
-            rf"{re.escape(parts.stem)}-[0-9a-f]{{{CHECKSUM_DIGITS}}}{re.escape(parts.suffix)}"
-        )
+        wanted = re.compile(rf"{re.escape(parts.stem)}-[0-9a-f]{{{CHECKSUM_DIGITS}}}{re.escape(parts.suffix)}")
         return sorted(
             (self.path / found for found in self._listed[1] if wanted.fullmatch(found)),
             key=lambda path: (_modified(path), path.name),
@@ -244,9 +242,7 @@ def scratch_folder() -> Iterator[Path]:
 def _private_path(make: bool) -> Path | None:
     """This user's own folder among the temporary files; None if there is none, or another user made it."""
     try:
-        path = (
-            Path(tempfile.gettempdir()) / f"exlm-kernels-{os.geteuid() if hasattr(os, 'geteuid') else 'own'}"
-        )
+        path = Path(tempfile.gettempdir()) / f"exlm-kernels-{os.geteuid() if hasattr(os, 'geteuid') else 'own'}"
         if make:
             path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()  # not a link: in a shared folder another user may have made that

@@ -159,6 +159,4 @@ def _triton(device: torch.device, dtype: torch.dtype) -> Backend:
 def _check_capability(device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        raise Unsupported(
-            f"needs compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
-        )
+        raise Unsupported(f"needs compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}")

@@ -194,12 +194,7 @@ class FusedLinear(Protocol):
         ...
 
     def fuse_layer(
-        self,
-        attend: AttentionFn,
-        norm: QKNormFn | None,
-        o: FusedLinear,
-        gate_up: FusedLinear,
-        down: FusedLinear,
+        self, attend: AttentionFn, norm: QKNormFn | None, o: FusedLinear, gate_up: FusedLinear, down: FusedLinear
     ) -> FusedLayer | None:
         """The layer that begins with this q, k and v projection, as one; None if its parts do not fit.
 

@@ -78,9 +78,7 @@ def frequencies(rope: spec.Rope, length: int) -> tuple[Tensor, float]:
     theta, dim, method = rope.theta, rope.dim, rope.scaling
     theta *= rope.ntk_alpha ** (dim / (dim - 2)) if dim > 2 else 1.0
     if isinstance(method, spec.DynamicNtkScaling) and length > method.original_max_positions and dim > 2:
-        theta *= (method.factor * length / method.original_max_positions - (method.factor - 1)) ** (
-            dim / (dim - 2)
-        )
+        theta *= (method.factor * length / method.original_max_positions - (method.factor - 1)) ** (dim / (dim - 2))
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     inv_freq = 1.0 / theta**exponents
     magnitude = 1.0
@@ -146,9 +144,7 @@ def _mrope_axes(rope: spec.Rope) -> Tensor:
 
 def _llama3(inv_freq: Tensor, s: spec.Llama3Scaling) -> Tensor:
     wavelengths = 2 * math.pi / inv_freq
-    blend = (s.original_max_positions / wavelengths - s.low_freq_factor) / (
-        s.high_freq_factor - s.low_freq_factor
-    )
+    blend = (s.original_max_positions / wavelengths - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     middle = (1 - blend) * inv_freq / s.factor + blend * inv_freq
     slow, fast = (
         wavelengths > s.original_max_positions / s.low_freq_factor,
@@ -179,9 +175,7 @@ class ReferenceAttention:
     window: int | None
     softcap: float | None
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
         """(rows, tokens, heads, head_dim) q, k, v → (rows, tokens, heads · head_dim)."""
         q, k = self.rope(q, k, metadata.positions)
         keys, values = kv.update(k, v, metadata)
@@ -316,9 +310,7 @@ class ReferenceBackend:
         """Softmax over all visible keys."""
         return ReferenceAttention(rope, attn.scale, attn.window, attn.softcap)
 
-    def moe(
-        self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]
-    ) -> b.MoeFn:
+    def moe(self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]) -> b.MoeFn:
         """One expert after the other, each on the tokens routed to it."""
         return ReferenceMoe(moe.active, moe.renormalize, self.activation(moe.act), gate, up, down)
 

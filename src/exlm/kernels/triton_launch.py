@@ -26,12 +26,7 @@ SCALAR_FORMATS = {"i32": "i", "i64": "q"}
 POINTER_FORMAT = "Q"
 SCRATCH_PARAMS = 2 * POINTER_FORMAT  # Triton appends two parameters of its own, here without use
 CUDA_ERROR_INVALID_CONTEXT = 201  # the driver's word for a thread that has not used a device yet
-UNSUPPORTED_FEATURES = (
-    "launch_cooperative_grid",
-    "launch_pdl",
-    "global_scratch_size",
-    "profile_scratch_size",
-)
+UNSUPPORTED_FEATURES = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
 
 Grid = tuple[int, int, int]
 
@@ -165,9 +160,7 @@ def make_driver_kernel(compiled: Any, driver: Any, num_tensors: int) -> DriverKe
     runtime_args = [i for i, kind in enumerate(types) if kind != "constexpr"]
     if not all(types[i][0] == "*" or (types[i] in SCALAR_FORMATS and i >= num_tensors) for i in runtime_args):
         return None
-    param_format = (
-        "".join([SCALAR_FORMATS.get(types[i], POINTER_FORMAT) for i in runtime_args]) + SCRATCH_PARAMS
-    )
+    param_format = "".join([SCALAR_FORMATS.get(types[i], POINTER_FORMAT) for i in runtime_args]) + SCRATCH_PARAMS
     layout_matches = runtime_args[:num_tensors] == list(range(num_tensors)) and driver_param_layout(
         driver, compiled.function
     ) == param_layout(param_format)

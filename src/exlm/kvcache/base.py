@@ -32,9 +32,7 @@ class CacheReplicator(Protocol):
         """`clone` was cloned from `cache`."""
         ...
 
-    def replicate_call(
-        self, cache: CacheBase, method: str, *values: object, target: CacheBase | None = None
-    ) -> None:
+    def replicate_call(self, cache: CacheBase, method: str, *values: object, target: CacheBase | None = None) -> None:
         """The method was called with these values."""
         ...
 
@@ -85,9 +83,7 @@ class LayerViews(list[Tensor]):
         fits = isinstance(value, Tensor) and value.dim() == view.dim() and value.shape[1] <= view.shape[1]
         if not fits or (value.shape[0], *value.shape[2:]) != (view.shape[0], *view.shape[2:]):
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise InputError(
-                f"Layer {index} of this cache stores {tuple(view.shape)}, or fewer tokens; found {found}."
-            )
+            raise InputError(f"Layer {index} of this cache stores {tuple(view.shape)}, or fewer tokens; found {found}.")
         view[:, : value.shape[1]].copy_(value)
 
 
@@ -204,8 +200,7 @@ class CacheBase(ABC):
         self.layer_shapes = tuple(self.model.cache_shapes)
         with torch.inference_mode(False):  # inference tensors could not be written to outside that mode
             self._layers = [
-                self._make_layer(shape, device)
-                for shape, device in zip(self.layer_shapes, devices, strict=True)
+                self._make_layer(shape, device) for shape, device in zip(self.layer_shapes, devices, strict=True)
             ]
         if (replicator := self.model.cache_replicator) is not None:
             replicator.replicate_allocation(self)
@@ -259,16 +254,12 @@ class CacheBase(ABC):
     @property
     def key_scales(self) -> LayerViews:
         """Views of each layer's key scales: (batch, capacity, kv_heads, head_dim / 32), or none."""
-        return LayerViews(
-            _as_rows(scales, self.batch_size) for layer in self.layers for scales in layer.keys[1:]
-        )
+        return LayerViews(_as_rows(scales, self.batch_size) for layer in self.layers for scales in layer.keys[1:])
 
     @property
     def value_scales(self) -> LayerViews:
         """Views of each layer's scales of values, as `key_scales`."""
-        return LayerViews(
-            _as_rows(scales, self.batch_size) for layer in self.layers for scales in layer.values[1:]
-        )
+        return LayerViews(_as_rows(scales, self.batch_size) for layer in self.layers for scales in layer.values[1:])
 
     # Moving tokens
 
@@ -309,9 +300,7 @@ class CacheBase(ABC):
         """Copy the first tokens of pages in all layers: (source, target, tokens), in this order."""
         copies = list(copies)
         for source, target, tokens in copies:
-            if not (
-                0 <= source < self.num_pages and 0 <= target < self.num_pages and 0 <= tokens <= PAGE_SIZE
-            ):
+            if not (0 <= source < self.num_pages and 0 <= target < self.num_pages and 0 <= tokens <= PAGE_SIZE):
                 raise InputError(
                     f"Cannot copy {tokens} tokens of page {source} to page {target}: this cache has pages 0 "
                     f"to {self.num_pages - 1} of {PAGE_SIZE} tokens."
@@ -337,13 +326,9 @@ class CacheBase(ABC):
         """Copy a row's tokens, as stored, to one or more rows of another cache or of this one."""
         self._check_copy(target, from_column, from_columns, to_column, to_columns, from_row, from_rows)
         if to_row < 0 or to_rows < 1 or to_row + to_rows > target.batch_size:
-            raise InputError(
-                f"Rows {to_row} to {to_row + to_rows} are not in a cache of {target.batch_size}."
-            )
+            raise InputError(f"Rows {to_row} to {to_row + to_rows} are not in a cache of {target.batch_size}.")
         for source, target_tensor in zip(self.all_tensors(), target.all_tensors(), strict=True):
-            tokens = _as_rows(source, self.batch_size)[
-                from_row, from_column : from_column + from_columns
-            ].clone()
+            tokens = _as_rows(source, self.batch_size)[from_row, from_column : from_column + from_columns].clone()
             _as_rows(target_tensor, target.batch_size)[
                 to_row : to_row + to_rows, to_column : to_column + to_columns
             ] = tokens
@@ -356,14 +341,7 @@ class CacheBase(ABC):
             replicator.replicate_call(self, method, *values, target=target)
 
     def _check_copy(
-        self,
-        target: Self,
-        from_column: int,
-        from_columns: int,
-        to_column: int,
-        to_columns: int,
-        row: int,
-        rows: int,
+        self, target: Self, from_column: int, from_columns: int, to_column: int, to_columns: int, row: int, rows: int
     ) -> None:
         if type(target) is not type(self) or target.layer_shapes != self.layer_shapes:
             raise InputError(
@@ -371,13 +349,9 @@ class CacheBase(ABC):
                 f"model, found a {type(target).__name__}."
             )
         if rows != 1 or not 0 <= row < self.batch_size:
-            raise InputError(
-                f"copy_states reads one row that exists, found from_row={row}, from_rows={rows}."
-            )
+            raise InputError(f"copy_states reads one row that exists, found from_row={row}, from_rows={rows}.")
         if from_columns != to_columns or from_columns < 0 or from_column < 0 or to_column < 0:
-            raise InputError(
-                f"copy_states needs equal ranges, found {from_columns} and {to_columns} columns."
-            )
+            raise InputError(f"copy_states needs equal ranges, found {from_columns} and {to_columns} columns.")
         if from_column + from_columns > self.max_seq_len or to_column + to_columns > target.max_seq_len:
             raise InputError(
                 f"copy_states reaches column {max(from_column, to_column) + from_columns}, beyond "

@@ -26,9 +26,7 @@ class KVQuantizer(Protocol):
         """The format's name in `kernels`."""
         ...
 
-    def empty_pages(
-        self, pages: int, page_size: int, shape: LayerShape, device: torch.device
-    ) -> tuple[Tensor, ...]:
+    def empty_pages(self, pages: int, page_size: int, shape: LayerShape, device: torch.device) -> tuple[Tensor, ...]:
         """Empty pages, (pages, page, kv_heads, …) each, for what `quantize` returns."""
         ...
 
@@ -52,9 +50,7 @@ class HadamardQuantizer:
         """The format's name in `kernels`."""
         return "hadamard8" if self.bits == 8 else "hadamard4"
 
-    def empty_pages(
-        self, pages: int, page_size: int, shape: LayerShape, device: torch.device
-    ) -> tuple[Tensor, ...]:
+    def empty_pages(self, pages: int, page_size: int, shape: LayerShape, device: torch.device) -> tuple[Tensor, ...]:
         """Pages of codes, (…, head_dim · bits / 8), and of scales, (…, head_dim / 32)."""
         size = (pages, page_size, shape.kv_heads)
         codes = empty_pages((*size, shape.head_dim * self.bits // 8), torch.uint8, device)
@@ -79,9 +75,7 @@ class TruncatedFP8:
 
     kv_dtype: ClassVar[KVCacheDtype] = "fp8_e5m2"
 
-    def empty_pages(
-        self, pages: int, page_size: int, shape: LayerShape, device: torch.device
-    ) -> tuple[Tensor, ...]:
+    def empty_pages(self, pages: int, page_size: int, shape: LayerShape, device: torch.device) -> tuple[Tensor, ...]:
         """Pages of bytes, (…, head_dim)."""
         size = (pages, page_size, shape.kv_heads, shape.head_dim)
         return (empty_pages(size, torch.uint8, device),)
@@ -159,9 +153,7 @@ class QuantizedCache(CacheBase):
         return torch.uint8
 
     def _make_layer(self, shape: LayerShape, device: torch.device) -> QuantizedLayer:
-        return QuantizedLayer(
-            self.num_pages, PAGE_SIZE, shape, self.key_quantizer, self.value_quantizer, device
-        )
+        return QuantizedLayer(self.num_pages, PAGE_SIZE, shape, self.key_quantizer, self.value_quantizer, device)
 
 
 class HadamardCache(QuantizedCache):

@@ -44,9 +44,7 @@ class AliasTable(NamedTuple):
     def source(self, path: str) -> str:
         """The source text of a module."""
         if path in self.refused:
-            return (
-                f'"""Importing this module used to run it."""\n\nraise ImportError({self.refused[path]!r})\n'
-            )
+            return f'"""Importing this module used to run it."""\n\nraise ImportError({self.refused[path]!r})\n'
         imports = {}
         for home, objects in self.objects.items():
             for item in objects.split(","):

@@ -118,9 +118,7 @@ class BaseGenerator:
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         prompts = embed_in_texts(self.model, input_embeddings, texts)
         encode = partial(self.tokenizer.encode, add_bos=add_bos, encode_special_tokens=encode_special_tokens)
-        rows = self._truncate_prompts(
-            [encode(text, embeddings=embeddings) for text, embeddings in prompts], num_tokens
-        )
+        rows = self._truncate_prompts([encode(text, embeddings=embeddings) for text, embeddings in prompts], num_tokens)
         options: dict[str, Any] = {
             "gen_settings": gen_settings,
             "token_healing": token_healing,

@@ -72,9 +72,7 @@ def print_options(args: Namespace) -> None:
 
     given = {long[2:]: getattr(args, long[2:]) for _, long, *_ in (*VALUE_OPTIONS, *FLAGS)}
     options = [
-        name if value is True else f"{name}: {value}"
-        for name, value in given.items()
-        if value not in (None, False)
+        name if value is True else f"{name}: {value}" for name, value in given.items() if value not in (None, False)
     ]
     console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print(f" -- Model: {args.model_dir}")
@@ -160,9 +158,7 @@ def _parse_gpu_split(text: str | None) -> list[float] | None:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(
-            f"--gpu_split must be 'auto' or GB for each GPU, as in 20,24; found {text!r}."
-        ) from None
+        raise InputError(f"--gpu_split must be 'auto' or GB for each GPU, as in 20,24; found {text!r}.") from None
 
 
 def _exit_with_error(message: str) -> NoReturn:

@@ -26,9 +26,7 @@ class _UnavailableType(type):
     def __setattr__(cls, name: str, value: object) -> None:
         """Refuse monkeypatches: a replaced method would never be called."""
         if not name.startswith("__"):
-            raise Unsupported(
-                f"{cls.__name__}.{name} cannot be exchanged: nothing calls it. {cls._find_remedy()}"
-            )
+            raise Unsupported(f"{cls.__name__}.{name} cannot be exchanged: nothing calls it. {cls._find_remedy()}")
         super().__setattr__(name, value)
 
     def _find_remedy(cls) -> str:
@@ -175,9 +173,7 @@ class Convolution(LayerModule):
 class ArchParams(Unavailable):
     """An architecture, read from config.json."""
 
-    remedy = (
-        "A model is described by data: read config.arch, config.architecture and config.spec of exlm.Config."
-    )
+    remedy = "A model is described by data: read config.arch, config.architecture and config.spec of exlm.Config."
 
 
 ROPE_REMEDY = (
@@ -204,9 +200,7 @@ def cleanup_stfiles() -> None:
 class DeviceContext(Unavailable):
     """Scratch memory and RoPE tables of one device."""
 
-    remedy = (
-        "A model keeps no scratch memory to ask for: load it with exlm.Model; config.device chooses where."
-    )
+    remedy = "A model keeps no scratch memory to ask for: load it with exlm.Model; config.device chooses where."
 
 
 class TPContext(Unavailable):
@@ -320,9 +314,7 @@ CONVERTER_REMEDY = (
     "converter works too; load them with exlm.Model."
 )
 tokenize = unavailable("exllamav2.conversion.tokenize.tokenize", CONVERTER_REMEDY)
-get_standard_calibration = unavailable(
-    "exllamav2.conversion.tokenize.get_standard_calibration", CONVERTER_REMEDY
-)
+get_standard_calibration = unavailable("exllamav2.conversion.tokenize.get_standard_calibration", CONVERTER_REMEDY)
 embeddings = unavailable("exllamav2.conversion.measure.embeddings", CONVERTER_REMEDY)
 measure_quant = unavailable("exllamav2.conversion.measure.measure_quant", CONVERTER_REMEDY)
 optimize = unavailable("exllamav2.conversion.optimize.optimize", CONVERTER_REMEDY)

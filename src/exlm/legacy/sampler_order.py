@@ -37,14 +37,7 @@ from ..sampling.candidates import (
 from ..sampling.logits_processors import apply_allowed, apply_edits, check_bias, compute_edits, mix_logits
 from ..sampling.request import FAILURE_MESSAGES
 from ..sampling.rng import uniform
-from ..sampling.sampler import (
-    SamplingTask,
-    apply_logits_steps,
-    final_candidates,
-    make_task,
-    row_group,
-    update_states,
-)
+from ..sampling.sampler import SamplingTask, apply_logits_steps, final_candidates, make_task, row_group, update_states
 from ..sampling.settings import CompiledSettings
 from ..sampling.vocabulary import SamplerVocabulary
 
@@ -65,19 +58,13 @@ class SampleFilterMask:
         self._allowed_ids: set[int] | None = None
         self._end_ids: set[int] = set()
         for filter_ in self._masking_filters:
-            if not (
-                filter_.get_next(mask=True) if hasattr(filter_, "get_next") else filter_.prepare_logit_mask()
-            ):
-                raise InputError(
-                    "Attempting to use precomputed logit mask, but filter is not precomputing mask."
-                )
+            if not (filter_.get_next(mask=True) if hasattr(filter_, "get_next") else filter_.prepare_logit_mask()):
+                raise InputError("Attempting to use precomputed logit mask, but filter is not precomputing mask.")
         for filter_ in () if all_can_mask else filters:
             allowed, ends = filter_.get_next() if hasattr(filter_, "get_next") else filter_.next()
             self._end_ids |= set(ends or ())
             if allowed is not None:
-                self._allowed_ids = (
-                    set(allowed) if self._allowed_ids is None else self._allowed_ids & set(allowed)
-                )
+                self._allowed_ids = set(allowed) if self._allowed_ids is None else self._allowed_ids & set(allowed)
         if self._allowed_ids is not None and not self._allowed_ids:
             raise InputError("Filter excluded all tokens: what the filters allow has nothing in common.")
         if eos is not None and self._allowed_ids is not None and eos in self._allowed_ids:
@@ -87,9 +74,7 @@ class SampleFilterMask:
         """Exclude tokens that the filters do not allow from logits (vocab,), in place."""
         for filter_ in self._masking_filters:
             masked = filter_.mask_logits(x)
-            x.copy_(
-                torch.nn.functional.pad(masked, (0, max(0, len(x) - len(masked))), value=-torch.inf)[: len(x)]
-            )
+            x.copy_(torch.nn.functional.pad(masked, (0, max(0, len(x) - len(masked))), value=-torch.inf)[: len(x)])
         if self._allowed_ids is not None:
             apply_allowed(x, self._allowed_ids)
 
@@ -181,9 +166,7 @@ def _exllamav2_order(
     if plan.steps & {"top_a", "min_p"} and not plan.top_k and "top_p" not in plan.steps:
         members, weights = _above_thresholds(x, p, plan)
     else:
-        members = (
-            (p > 0).nonzero().squeeze(1) if plan.top_k or "top_p" in plan.steps else torch.arange(len(p))
-        )
+        members = (p > 0).nonzero().squeeze(1) if plan.top_k or "top_p" in plan.steps else torch.arange(len(p))
         weights = p[members]
     if num_top:
         order = torch.tensor(partial_quicksort(weights.float().tolist(), num_top))
@@ -267,12 +250,7 @@ def sample(
         settings.mirostat_mu = [sampled.mu or 0.0 for sampled in samples]
     ends_text = any(call.filter_mask.ends_text(sampled.token) for sampled in samples)
     tokens = torch.tensor([[sampled.token] for sampled in samples])
-    return (
-        tokens,
-        *_stack_top_tokens(samples),
-        torch.tensor([[sampled.prob] for sampled in samples]),
-        ends_text,
-    )
+    return (tokens, *_stack_top_tokens(samples), torch.tensor([[sampled.prob] for sampled in samples]), ends_text)
 
 
 def _stack_top_tokens(samples: list[_RowSample]) -> tuple[Tensor, Tensor]:

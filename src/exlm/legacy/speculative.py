@@ -136,9 +136,7 @@ class SpeculativeRunner:
         self._computed_ahead.clear()
         self.runner.prefill(sequence, start, stop)
 
-    def decode(
-        self, sequences: Sequence[TokenSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> Any:
+    def decode(self, sequences: Sequence[TokenSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]) -> Any:
         """Logits (tokens, vocabulary) for each sequence."""
         if self.draft is None or len(sequences) != 1 or len(tokens[0]) != 1:
             self._computed_ahead.clear()

@@ -198,9 +198,7 @@ def safe_move_tensor(tensor: Any, device: int | str | torch.device, non_blocking
     return type(tensor)(safe_move_tensor(item, device, non_blocking) for item in tensor)
 
 
-def cache_tp(
-    model: Model, base: type[CacheBase] = Cache, batch_size: int = 1, max_seq_len: int = -1
-) -> CacheBase:
+def cache_tp(model: Model, base: type[CacheBase] = Cache, batch_size: int = 1, max_seq_len: int = -1) -> CacheBase:
     """A cache of class `base` for a model loaded with `load_tp`: each rank keeps the heads it computes.
 
     In exlm every cache of a tensor-parallel model is one; the name `ExLlamaV2Cache_TP` stays for scripts.

@@ -246,9 +246,7 @@ class Lora:
         `lora_scaling` is its strength; the attribute of that name is the strength times alpha / r.
         """
         if not hasattr(model, "model_handle"):
-            raise InputError(
-                f"An adapter goes into a Model, found {type(model).__name__}: of an LLM, into llm.model."
-            )
+            raise InputError(f"An adapter goes into a Model, found {type(model).__name__}: of an LLM, into llm.model.")
         handle = model.model_handle()
         self.model = model
         self.lora_config_path, self.lora_path = str(lora_config_path), str(lora_path)
@@ -338,9 +336,7 @@ def resolve_loras(modules: object, loras: Any) -> list[tuple[Lora, float]]:
         if not isinstance(lora, Lora):
             raise InputError(f"loras must be adapters (exlm.Lora), found {type(lora).__name__}.")
         if not lora.installed(modules):
-            raise NotLoaded(
-                f"{lora!r} is not installed in this model: load it again, Lora.from_directory(…)."
-            )
+            raise NotLoaded(f"{lora!r} is not installed in this model: load it again, Lora.from_directory(…).")
         out.append((lora, lora.strength if strength is None else _checked_strength(strength)))
     return out
 

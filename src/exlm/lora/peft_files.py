@@ -95,9 +95,7 @@ class PeftConfig:
             kind = int if whole else (int, float)
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 1e9:
                 expected = "a whole number" if whole else "a number"
-                raise BadFile(
-                    f"{path}: expected {expected} above 0 as {name}, and below 1e9; found {quoted(value)}."
-                )
+                raise BadFile(f"{path}: expected {expected} above 0 as {name}, and below 1e9; found {quoted(value)}.")
             return value
 
         def table(name: str, *, whole: bool) -> dict[re.Pattern[str], Any]:
@@ -135,9 +133,7 @@ class PeftConfig:
 
     def scaling(self, module: str) -> float:
         """The scaling of a module."""
-        return self._scaling_for_rank(
-            _match_pattern(self.alpha_pattern, module, self.alpha), self.rank(module)
-        )
+        return self._scaling_for_rank(_match_pattern(self.alpha_pattern, module, self.alpha), self.rank(module))
 
     def _scaling_for_rank(self, alpha: float, rank: int) -> float:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -158,18 +154,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_supported(path: Path, raw: Mapping[str, Any]) -> None:
     kind = raw.get("peft_type", "LORA")
     if str(kind).upper() != "LORA":
-        raise Unsupported(
-            f"{path}: expected an adapter of peft_type LORA, found {quoted(kind)}. {MERGE_ADVICE}"
-        )
+        raise Unsupported(f"{path}: expected an adapter of peft_type LORA, found {quoted(kind)}. {MERGE_ADVICE}")
     for option, what in UNSUPPORTED_OPTIONS.items():
         if raw.get(option):
-            raise Unsupported(
-                f"{path}: this adapter {what} ({option}: {quoted(raw[option])}). {MERGE_ADVICE}"
-            )
+            raise Unsupported(f"{path}: this adapter {what} ({option}: {quoted(raw[option])}). {MERGE_ADVICE}")
     if (bias := raw.get("bias", "none")) != "none":
-        raise Unsupported(
-            f'{path}: expected bias "none", found {quoted(bias)}: it trained biases. {MERGE_ADVICE}'
-        )
+        raise Unsupported(f'{path}: expected bias "none", found {quoted(bias)}: it trained biases. {MERGE_ADVICE}')
     init = raw.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(INITS_CHANGING_BASE):
         raise Unsupported(
@@ -238,9 +228,7 @@ class TargetModules:
         for matrix in (embedding, *matrices(model)):
             for location in model.names.locations_of(matrix.role):
                 if not location.expert_rows:  # experts stacked in one tensor are not a module
-                    found.setdefault(location.key, []).append(
-                        (matrix, TargetMatrix(matrix.role, location.rows))
-                    )
+                    found.setdefault(location.key, []).append((matrix, TargetMatrix(matrix.role, location.rows)))
         self._targets = {key: _target_module(parts) for key, parts in found.items()}
 
     def find(self, module: str) -> TargetModule | None:
@@ -308,13 +296,9 @@ class PeftReader:
         for matrix in (A, B):
             if matrix not in names:
                 (other,) = names.values()
-                raise MissingTensor(
-                    f"{self.path}: {quoted(other)} is there, but not its other half, {matrix}."
-                )
+                raise MissingTensor(f"{self.path}: {quoted(other)} is there, but not its other half, {matrix}.")
         if any(part.role == "head" for part in target.matrices) and self.model.head.normalize_rows:
-            raise Unsupported(
-                f"{self.path}: {quoted(module)} is a head that is normalised at load. {MERGE_ADVICE}"
-            )
+            raise Unsupported(f"{self.path}: {quoted(module)} is a head that is normalised at load. {MERGE_ADVICE}")
         rank = self.config.rank(module)
         a = self._tensor(header, names[A], (rank, target.in_features))
         b = self._tensor(header, names[B], (target.out_features, rank)) * self.config.scaling(module)
@@ -331,8 +315,7 @@ class PeftReader:
         info = header.tensors[name]
         if info.dtype not in FLOAT_TYPES:
             raise BadTensor(
-                f"{self._location(name)}: expected one of the types {', '.join(FLOAT_TYPES)}, found "
-                f"{info.dtype}."
+                f"{self._location(name)}: expected one of the types {', '.join(FLOAT_TYPES)}, found {info.dtype}."
             )
         if info.shape != shape:
             raise BadTensor(
@@ -347,8 +330,7 @@ class PeftReader:
         values = torch.frombuffer(raw, dtype=DTYPES[info.dtype]).view(shape).float()
         if num_bad := int((~values.isfinite()).sum()):
             raise BadTensor(
-                f"{self._location(name)}: expected finite values, found {num_bad} of {values.numel()} NaN or "
-                "infinite."
+                f"{self._location(name)}: expected finite values, found {num_bad} of {values.numel()} NaN or infinite."
             )
         return values
 
@@ -357,9 +339,7 @@ class PeftReader:
         converted = values.to(self.dtype).contiguous()
         if not bool(converted.isfinite().all()):
             dtype = str(self.dtype).removeprefix("torch.")
-            raise BadTensor(
-                f"{self._location(name)}: values are too large for {dtype}: load the model in bfloat16."
-            )
+            raise BadTensor(f"{self._location(name)}: values are too large for {dtype}: load the model in bfloat16.")
         return converted
 
     def _check_base_weight(self, name: str, info: TensorInfo, target: TargetModule) -> None:
@@ -377,16 +357,12 @@ class PeftReader:
                 f"{self._location(name)} belongs to a DoRA adapter, which is not supported. {MERGE_ADVICE}"
             )
         if name.endswith(".bias"):
-            return Unsupported(
-                f"{self._location(name)} is a trained bias; only bias none is supported. {MERGE_ADVICE}"
-            )
+            return Unsupported(f"{self._location(name)} is a trained bias; only bias none is supported. {MERGE_ADVICE}")
         if ".modules_to_save." in name or targets.find(name.removeprefix(PREFIX).removesuffix(".weight")):
             return Unsupported(
                 f"{self._location(name)} replaces a whole module, which is not supported. {MERGE_ADVICE}"
             )
-        if self.model.architecture.endswith("ConditionalGeneration") and VISION_MODULE.match(
-            name.removeprefix(PREFIX)
-        ):
+        if self.model.architecture.endswith("ConditionalGeneration") and VISION_MODULE.match(name.removeprefix(PREFIX)):
             return Unsupported(
                 f"{self._location(name)} changes the vision tower, which exlm does not run. {MERGE_ADVICE}"
             )

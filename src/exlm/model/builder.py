@@ -22,16 +22,7 @@ from ..errors import Unsupported
 from ..formats import DenseWeight, Weight
 from ..formats.host_buffers import release_pool, trim_heap
 from ..kernels.dispatch import BackendList, DispatchRecord
-from ..kernels.interface import (
-    AddNormFn,
-    Backend,
-    NormFn,
-    NormPrologue,
-    QKNormFn,
-    RopeFn,
-    SupportsFusion,
-    no_rope,
-)
+from ..kernels.interface import AddNormFn, Backend, NormFn, NormPrologue, QKNormFn, RopeFn, SupportsFusion, no_rope
 from ..memory import has_address_space
 from ..nn import (
     AllHeadsNorm,
@@ -252,9 +243,7 @@ class Builder:
         )
         return fused or block
 
-    def fused_block(
-        self, prefix: str, layer: spec.Layer, block: Block, backend: SupportsFusion
-    ) -> FusedBlock:
+    def fused_block(self, prefix: str, layer: spec.Layer, block: Block, backend: SupportsFusion) -> FusedBlock:
         """The layer with fused projections; `Unsupported` if it has parts that cannot be fused."""
         attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
         if self.model.fp32_residual or layer.residual_scale != 1.0:
@@ -278,12 +267,8 @@ class Builder:
             qkv = ClampedQkv(qkv, attn.qkv_clip)
         backends = self.backends_for(prefix)
         rope = self.rope(backends, attn.rope)
-        attend = backends.bind(
-            prefix + "attn", _describe(attn), lambda backend: backend.attention(attn, rope)
-        )
-        return Attention(
-            attn.head_dim, qkv, self.qk_norm(prefix, attn), attend, self.linear(prefix + "attn.o")
-        )
+        attend = backends.bind(prefix + "attn", _describe(attn), lambda backend: backend.attention(attn, rope))
+        return Attention(attn.head_dim, qkv, self.qk_norm(prefix, attn), attend, self.linear(prefix + "attn.o"))
 
     def qk_norm(self, prefix: str, attn: spec.Attention) -> QKNormFn:
         """The QK norm, if the layer has one."""
@@ -293,9 +278,7 @@ class Builder:
         norm, d = attn.qk_norm.norm, attn.head_dim
         if attn.qk_norm.scope == "all":
             return AllHeadsNorm(self.norm(q, norm, attn.heads * d), self.norm(k, norm, attn.kv_heads * d))
-        return PerHeadNorm(
-            self.norm(q, norm, d, heads=attn.heads), self.norm(k, norm, d, heads=attn.kv_heads)
-        )
+        return PerHeadNorm(self.norm(q, norm, d, heads=attn.heads), self.norm(k, norm, d, heads=attn.kv_heads))
 
     def mlp(self, prefix: str, mlp: spec.Mlp | spec.Moe) -> MlpLike:
         """Gated, plain or MoE."""
@@ -303,9 +286,7 @@ class Builder:
             return self.experts(prefix, mlp)
         up, down = self.linear(prefix + "mlp.up"), self.linear(prefix + "mlp.down")
         if not mlp.gated:
-            plain = self.backends_for(prefix).bind(
-                prefix + "mlp", mlp.act, lambda backend: backend.activation(mlp.act)
-            )
+            plain = self.backends_for(prefix).bind(prefix + "mlp", mlp.act, lambda backend: backend.activation(mlp.act))
             return PlainMlp(plain, up, down)
         act = self.backends_for(prefix).bind(prefix + "mlp", mlp.act, lambda backend: backend.gated(mlp.act))
         return GatedMlp(act, self.linear(prefix + "mlp.gate"), up, down)
@@ -318,9 +299,7 @@ class Builder:
 
         parts = expert_linears("gate"), expert_linears("up"), expert_linears("down")
         gate, up, down = ([linear.kernel for linear in part] for part in parts)
-        kernel = self.backends_for(prefix).bind(
-            prefix + "mlp", _describe(moe), lambda x: x.moe(moe, gate, up, down)
-        )
+        kernel = self.backends_for(prefix).bind(prefix + "mlp", _describe(moe), lambda x: x.moe(moe, gate, up, down))
         experts = Experts(kernel, [Expert(*three) for three in zip(*parts, strict=True)])
         return MoeMlp(self.linear(prefix + "mlp.router"), experts)
 
@@ -347,9 +326,7 @@ class Builder:
         if norm is None:
             return add_without_norm
         weight, bias = self.norm_tensors(role, norm, width)
-        return self.backends_for(role).bind(
-            role, norm.kind, lambda backend: backend.add_norm(norm, weight, bias)
-        )
+        return self.backends_for(role).bind(role, norm.kind, lambda backend: backend.add_norm(norm, weight, bias))
 
     def norm_tensors(
         self, role: str, norm: spec.Norm, width: int, heads: int | None = None
@@ -494,6 +471,4 @@ class WeightPrefetcher(Generic[T]):
 
 def num_reader_threads(total: int) -> int:
     """Threads for a model of `total` bytes: none if the address space is too small for both."""
-    return (
-        MAX_READER_THREADS if has_address_space(2 * total + MAX_READER_THREADS * READER_ADDRESS_SPACE) else 0
-    )
+    return MAX_READER_THREADS if has_address_space(2 * total + MAX_READER_THREADS * READER_ADDRESS_SPACE) else 0

@@ -60,9 +60,7 @@ class CapturedDecode:
         self._device_inputs = torch.zeros(count, dtype=torch.int64, device=device)
         self._pinned_inputs = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copy_done = _make_event(device)  # after this event `_pinned_inputs` may be written again
-        self._past, self._ids, self._page_table = (
-            part.numpy() for part in self._split_inputs(self._pinned_inputs)
-        )
+        self._past, self._ids, self._page_table = (part.numpy() for part in self._split_inputs(self._pinned_inputs))
         self._device_ids = self._split_inputs(self._device_inputs)[1]
         self._last_pages: list[Sequence[int]] = []
 

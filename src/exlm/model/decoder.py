@@ -53,9 +53,7 @@ class Decoder:
         """The first block's input: residual stream and pending residual."""
         return self.embedding.forward(batch), None
 
-    def output_logits(
-        self, x: Tensor, pending_residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor | None, Tensor]:
+    def output_logits(self, x: Tensor, pending_residual: Tensor | None, batch: Batch) -> tuple[Tensor | None, Tensor]:
         """Logits and state from the last block's output."""
         if batch.outputs == "none":
             return None, x

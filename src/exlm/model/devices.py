@@ -61,18 +61,14 @@ def list_devices(requested: str | None) -> list[DeviceInfo]:
         devices = [_parse_device(name.strip()) for name in requested.split(",")]
     else:
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return [
-        DeviceInfo(str(device), device, free_bytes(device)) for device in devices or [torch.device("cpu")]
-    ]
+    return [DeviceInfo(str(device), device, free_bytes(device)) for device in devices or [torch.device("cpu")]]
 
 
 def hypothetical_devices(memory_gb: Sequence[float]) -> list[DeviceInfo]:
     """GPUs with that many GB each, for planning."""
     if not isinstance(memory_gb, Sequence) or not memory_gb or not all(map(_is_gb, memory_gb)):
         raise InputError(f"memory is a list with GB for each GPU, as in [24, 24]; found {memory_gb!r}.")
-    return [
-        DeviceInfo(f"GPU {i}", torch.device("cuda", i), int(gb * (1 << 30))) for i, gb in enumerate(memory_gb)
-    ]
+    return [DeviceInfo(f"GPU {i}", torch.device("cuda", i), int(gb * (1 << 30))) for i, gb in enumerate(memory_gb)]
 
 
 def _is_gb(number: object) -> bool:
@@ -111,9 +107,7 @@ def _parse_device(requested: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise InputError(
-                f"Device {requested!r} is not there: torch sees {count} CUDA devices. Use 'cpu'."
-            )
+            raise InputError(f"Device {requested!r} is not there: torch sees {count} CUDA devices. Use 'cpu'.")
         return torch.device("cuda", device.index or 0)
     return torch.device("cpu")
 

@@ -214,18 +214,14 @@ def _check_input_ids(config: FrozenConfig, ids: Tensor, embeddings: tuple[MMEmbe
         found = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InputError(f"input_ids must be an integer tensor of (rows, tokens), found {found}.")
     if ids.numel() == 0:
-        raise InputError(
-            f"input_ids is empty, shape {tuple(ids.shape)}: a forward pass needs at least one token."
-        )
+        raise InputError(f"input_ids is empty, shape {tuple(ids.shape)}: a forward pass needs at least one token.")
     if embeddings or (ids.device.type == "cpu" and int(ids.max()) >= config.spec.vocab):
         for row in ids.tolist():
             check_ids(row, embeddings, config.spec.vocab)
     return ids.long()
 
 
-def _vector_spans(
-    ids: Tensor, embeddings: tuple[MMEmbedding, ...], device: torch.device
-) -> tuple[VectorSpan, ...]:
+def _vector_spans(ids: Tensor, embeddings: tuple[MMEmbedding, ...], device: torch.device) -> tuple[VectorSpan, ...]:
     """All rows' injected vectors, on the model's device."""
     if not embeddings:
         return ()
@@ -259,9 +255,7 @@ def check_cache_room(cache: CacheBase, rows: int, tokens: int) -> int:
     return past
 
 
-def _default_positions(
-    config: FrozenConfig, ids: Tensor, past: int, embeddings: tuple[MMEmbedding, ...]
-) -> Tensor:
+def _default_positions(config: FrozenConfig, ids: Tensor, past: int, embeddings: tuple[MMEmbedding, ...]) -> Tensor:
     """Consecutive positions, or M-RoPE positions where images need them."""
     rows, tokens = ids.shape
     if embeddings:
@@ -287,16 +281,13 @@ def _resolve_positions(
             )
         if int(given.min()) < 0 or int(given.max()) >= max_length:
             raise InputError(
-                f"positions must be from 0 to {max_length - 1}, found {int(given.min())} "
-                f"to {int(given.max())}."
+                f"positions must be from 0 to {max_length - 1}, found {int(given.min())} to {int(given.max())}."
             )
         return given.to(ids.device).long()
     if offsets is None:
         return default
     if offsets.numel() != rows:
-        raise InputError(
-            f"position_offsets needs one number for each of {rows} rows, found {offsets.numel()}."
-        )
+        raise InputError(f"position_offsets needs one number for each of {rows} rows, found {offsets.numel()}.")
     shifted = (default + offsets.to(ids.device).long().view(rows, 1)).clamp(min=0)
     if int(shifted.max()) >= max_length:
         raise InputError(f"position_offsets reach beyond the configured length of {max_length}.")

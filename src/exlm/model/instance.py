@@ -118,9 +118,7 @@ class ModelInstance:
         }
         if len(distinct) == 1:
             return self.module_backends[0].explain()
-        return "\n".join(
-            f"on {device_info.name}:\n{backends.explain()}" for device_info, backends in distinct.values()
-        )
+        return "\n".join(f"on {device_info.name}:\n{backends.explain()}" for device_info, backends in distinct.values())
 
 
 class Warmup:

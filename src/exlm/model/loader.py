@@ -241,9 +241,7 @@ class LoadableModel:
         progress = LoadProgress(callback or no_progress, callback_gen)
         yield from self._load(self._load_ranks("pipeline", gpu_split, progress), progress)
 
-    def _load(
-        self, steps: LoadSteps, progress: LoadProgress, lazy_cache: CacheBase | None = None
-    ) -> Iterator[Any]:
+    def _load(self, steps: LoadSteps, progress: LoadProgress, lazy_cache: CacheBase | None = None) -> Iterator[Any]:
         """Unload, run `steps`, allocate the cache; undo everything if one fails."""
         refuse_removed_variables()
         self.unload()
@@ -296,9 +294,7 @@ class LoadableModel:
         _warn_about_unused_layers(config, source)
         return (yield from load_modules(config, source, module_devices, progress))
 
-    def _load_ranks(
-        self, strategy: str, gpu_split: Sequence[float] | None, progress: LoadProgress
-    ) -> LoadSteps:
+    def _load_ranks(self, strategy: str, gpu_split: Sequence[float] | None, progress: LoadProgress) -> LoadSteps:
         """Load in several processes, of which this one is rank 0."""
         devices = self._config_and_devices()[1]
         return (yield from load_parallel(strategy, self.config, devices, gpu_split, progress))

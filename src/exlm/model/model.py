@@ -89,9 +89,7 @@ class Model(LoadableModel):
         """The loaded modules, for `lora`."""
         frozen, decoder, backends = self._require_loaded()
         assert self._loaded is not None
-        return ModelHandle(
-            decoder, self._loaded.full_spec or frozen.spec, self._loaded.device_of, backends.dtype
-        )
+        return ModelHandle(decoder, self._loaded.full_spec or frozen.spec, self._loaded.device_of, backends.dtype)
 
     def make_extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> SequenceExtras:
         """Check a prompt's ids, LoRAs and embeddings; returns what it has besides its ids.
@@ -112,9 +110,7 @@ class Model(LoadableModel):
     def wrap_embeddings(self, text: str, embeddings: Any) -> list[MMEmbedding]:
         """Wrap embeddings for a prompt; bare vectors (n, hidden) get the alias {{EMBED_HERE}}."""
         embedding_list = embeddings if isinstance(embeddings, list | tuple) else [embeddings]
-        if other := [
-            one for one in embedding_list if not isinstance(one, Tensor) and not hasattr(one, "get_ids")
-        ]:
+        if other := [one for one in embedding_list if not isinstance(one, Tensor) and not hasattr(one, "get_ids")]:
             raise InputError(f"embeddings must be MMEmbedding or vectors, found {type(other[0]).__name__}.")
         num_tensors = sum(isinstance(one, Tensor) for one in embedding_list)
         if num_tensors and (num_tensors > 1 or text.count(EMBED_HERE) != 1):
@@ -123,9 +119,7 @@ class Model(LoadableModel):
                 f"may have, found {text.count(EMBED_HERE)} for {num_tensors}. Wrap vectors as "
                 "MMEmbedding(model, vectors) and write their text_alias into the prompt to have several."
             )
-        return [
-            MMEmbedding(self, one, EMBED_HERE) if isinstance(one, Tensor) else one for one in embedding_list
-        ]
+        return [MMEmbedding(self, one, EMBED_HERE) if isinstance(one, Tensor) else one for one in embedding_list]
 
     def runner(self, cache: CacheBase) -> PagedModelRunner:
         """The generator's runner over this cache."""
@@ -216,17 +210,11 @@ class Model(LoadableModel):
         return (all_logits, state) if return_last_state else all_logits
 
     def _forward_chunks(
-        self,
-        request: ForwardRequest,
-        cache: CacheBase | None,
-        requested: Outputs,
-        abort: threading.Event | None,
+        self, request: ForwardRequest, cache: CacheBase | None, requested: Outputs, abort: threading.Event | None
     ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Logits and last state of each chunk; (None, None) ends an aborted call."""
         frozen, decoder, backends = self._require_loaded()
-        layers: Sequence[LayerKVCache] = (
-            cache.layers if cache is not None else [NoCache()] * len(decoder.blocks)
-        )
+        layers: Sequence[LayerKVCache] = cache.layers if cache is not None else [NoCache()] * len(decoder.blocks)
         width = cache.pages_per_row if cache is not None else 1
         pages = torch.arange(request.rows * width, device=backends.device).view(request.rows, width)
         for start, stop in chunk_ranges(frozen, request, cache is not None):

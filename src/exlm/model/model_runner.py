@@ -33,9 +33,7 @@ class UnloadedDecoder:
 
     def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
         """Raise `NotLoaded`."""
-        raise NotLoaded(
-            "The model was unloaded, and this generator went with it: load the model, make a new one."
-        )
+        raise NotLoaded("The model was unloaded, and this generator went with it: load the model, make a new one.")
 
 
 class PagedSequence(Protocol):
@@ -75,9 +73,7 @@ class PagedModelRunner:
         self.uses_mrope = uses_mrope
         # `forward` must not refer to this runner: a reference cycle would keep the weights in memory.
         self.graphs = (
-            CudaGraphRunner(partial(all_logits, decoder, cache), device, max_graph_tokens)
-            if max_graph_tokens
-            else None
+            CudaGraphRunner(partial(all_logits, decoder, cache), device, max_graph_tokens) if max_graph_tokens else None
         )
 
     def release_model(self) -> None:
@@ -109,16 +105,12 @@ class PagedModelRunner:
             return self._decode_batch(sequences, tokens, past)
         out: dict[int, Tensor] = {}
         for rows in lengths.values():
-            part = self._decode_batch(
-                [sequences[r] for r in rows], [tokens[r] for r in rows], [past[r] for r in rows]
-            )
+            part = self._decode_batch([sequences[r] for r in rows], [tokens[r] for r in rows], [past[r] for r in rows])
             out.update(zip(rows, part if self.graphs is None else part.clone(), strict=True))
         return [out[row] for row in range(len(sequences))]
 
     @torch.no_grad()
-    def decode_next(
-        self, sequences: Sequence[PagedSequence], past: Sequence[int], tokens: Tensor
-    ) -> Tensor | None:
+    def decode_next(self, sequences: Sequence[PagedSequence], past: Sequence[int], tokens: Tensor) -> Tensor | None:
         """Launch `decode` of one token each, (sequences,) on the device, before the host knows them.
 
         None without CUDA graphs, where nothing would be gained. Logits of a negative token are meaningless.
@@ -137,10 +129,7 @@ class PagedModelRunner:
         return logits
 
     def _decode_with_graph(
-        self,
-        sequences: Sequence[PagedSequence],
-        token_rows: Sequence[Sequence[int]] | Tensor,
-        past: Sequence[int],
+        self, sequences: Sequence[PagedSequence], token_rows: Sequence[Sequence[int]] | Tensor, past: Sequence[int]
     ) -> Tensor | None:
         """`_decode_batch` by a CUDA graph; None if the batch cannot be captured."""
         if self.graphs is None or any([sequence.extras for sequence in sequences]):
@@ -159,9 +148,7 @@ class PagedModelRunner:
         count = len(token_rows[0])
         max_kv_len = max(past) + count
         max_pages = -(-max_kv_len // PAGE_SIZE)
-        table = [
-            [*sequence.pages[:max_pages], *[0] * (max_pages - len(sequence.pages))] for sequence in sequences
-        ]
+        table = [[*sequence.pages[:max_pages], *[0] * (max_pages - len(sequence.pages))] for sequence in sequences]
         past_array = np.array(past, np.int64)
         arrays = (
             np.array(token_rows, np.int64),
@@ -185,19 +172,12 @@ class PagedModelRunner:
         return self.decoder.forward(batch, self.cache.layers)[0]
 
     def _with_extras(
-        self,
-        batch: Batch,
-        extras: Sequence[SequenceExtras],
-        token_rows: Sequence[Sequence[int]],
-        past: Sequence[int],
+        self, batch: Batch, extras: Sequence[SequenceExtras], token_rows: Sequence[Sequence[int]], past: Sequence[int]
     ) -> Batch:
         """The batch with its rows' LoRAs, embeddings and positions."""
         positions = batch.positions
         if self.uses_mrope and any(one.mrope_positions is not None for one in extras):
-            rows = [
-                one.mrope_slice(at, at + len(row))
-                for one, at, row in zip(extras, past, token_rows, strict=True)
-            ]
+            rows = [one.mrope_slice(at, at + len(row)) for one, at, row in zip(extras, past, token_rows, strict=True)]
             positions = torch.stack(rows, 1).to(self.device)
         spans = (span for row, one in enumerate(extras) for span in one.vector_spans(row, token_rows[row]))
         return replace(

@@ -33,14 +33,7 @@ from ..kvcache import CACHES, Cache, CacheBase, CacheLayer, NoCache
 from ..lora import InstallLora, LoraWeights, ModuleChange, RemoveLora
 from ..nn import Batch, LoraRef
 from ..parallel import Channel, Group, Message, RankDriver
-from ..parallel.workers import (
-    RankInfo,
-    accept_workers,
-    connect_to_driver,
-    file_store,
-    start_workers,
-    torchrun_rank,
-)
+from ..parallel.workers import RankInfo, accept_workers, connect_to_driver, file_store, start_workers, torchrun_rank
 from .decoder import Decoder
 from .devices import DeviceInfo, list_devices
 from .instance import LoadProgress, LoadSteps, ModelInstance, load_modules, open_checkpoint, run_to_end
@@ -83,9 +76,7 @@ def load_parallel(
     """
     frozen = config.freeze()
     if (rank_info := torchrun_rank()) is not None:
-        return (
-            yield from _load_under_torchrun(STRATEGIES[strategy], frozen, rank_info, device_infos, progress)
-        )
+        return (yield from _load_under_torchrun(STRATEGIES[strategy], frozen, rank_info, device_infos, progress))
     devices, capacities = rank_devices(device_infos, gpu_split)
     STRATEGIES[strategy].check(frozen, len(devices))
     if len({info.device.type for info in devices}) > 1:
@@ -196,9 +187,7 @@ def _connect_ranks(
     group = driver.open_group(lambda: Group(store, 0, count, own_shard.devices[0], local))
     cache_replicator = WorkerCacheReplicator(driver)
     role_shard = partial(strategy.role_shard, frozen, size=count)
-    decoder = DriverDecoder(
-        strategy.connect(own_shard, frozen, group), cache_replicator, role_shard, group.device
-    )
+    decoder = DriverDecoder(strategy.connect(own_shard, frozen, group), cache_replicator, role_shard, group.device)
     return replace(
         own_shard,
         decoder=decoder,
@@ -257,14 +246,10 @@ class WorkerCacheReplicator:
         """The workers clone theirs."""
         self._send_all("clone_cache", self._register(clone), {"source_id": self._id_of(cache)})
 
-    def replicate_call(
-        self, cache: CacheBase, method: str, *values: object, target: CacheBase | None = None
-    ) -> None:
+    def replicate_call(self, cache: CacheBase, method: str, *values: object, target: CacheBase | None = None) -> None:
         """The workers call the same method."""
         target_id = None if target is None else self._id_of(target)
-        self._send_all(
-            "call_cache", self._id_of(cache), {"method": method, "values": values, "target_id": target_id}
-        )
+        self._send_all("call_cache", self._id_of(cache), {"method": method, "values": values, "target_id": target_id})
 
     def _id_of(self, cache: CacheBase | CacheLayer) -> int:
         if cache not in self._cache_ids:
@@ -280,9 +265,7 @@ class WorkerCacheReplicator:
         return self._last_id
 
     def _send_all(self, action: str, cache_id: int, values: dict[str, object]) -> None:
-        self.driver.send_all(
-            Message(action, {"cache_id": cache_id, "dropped": self.take_dropped(), **values})
-        )
+        self.driver.send_all(Message(action, {"cache_id": cache_id, "dropped": self.take_dropped(), **values}))
 
     def take_dropped(self) -> list[int]:
         """Ids of caches that were garbage collected since the last call."""
@@ -293,11 +276,7 @@ class DriverDecoder(Decoder):
     """Rank 0's decoder: every rank runs each batch, and gets its shard of each LoRA."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        cache_replicator: WorkerCacheReplicator,
-        role_shard: RoleShardFn,
-        device: torch.device,
+        self, decoder: Decoder, cache_replicator: WorkerCacheReplicator, role_shard: RoleShardFn, device: torch.device
     ) -> None:
         super().__init__(decoder.embedding, decoder.blocks, decoder.head, decoder.transfers)
         self.inner, self.cache_replicator = decoder, cache_replicator
@@ -305,12 +284,8 @@ class DriverDecoder(Decoder):
 
     def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
         """Run the batch on every rank; the logits are complete on this one."""
-        message = encode_batch(
-            batch, self.cache_replicator.cache_id(layers), self.cache_replicator.take_dropped()
-        )
-        return self.cache_replicator.driver.run_on_all_ranks(
-            message, lambda: self.inner.forward(batch, layers)
-        )
+        message = encode_batch(batch, self.cache_replicator.cache_id(layers), self.cache_replicator.take_dropped())
+        return self.cache_replicator.driver.run_on_all_ranks(message, lambda: self.inner.forward(batch, layers))
 
     def replace(self, role: str, change: Callable[[Any], Any]) -> None:
         """Install or remove a LoRA on every rank that has a shard of the module."""
@@ -333,10 +308,7 @@ class DriverDecoder(Decoder):
 def main(task: Mapping[str, Any]) -> None:
     """Entry point of a process that rank 0 started."""
     rank, size = task["rank"], task["size"]
-    with (
-        socket.socket(fileno=task["channel_fd"]) as connection,
-        _report_failure(channel := Channel(connection), rank),
-    ):
+    with socket.socket(fileno=task["channel_fd"]) as connection, _report_failure(channel := Channel(connection), rank):
         torch.set_num_threads(task["threads"])
         config = Config(task["config"]["model_dir"])
         for name, value in task["config"].items():
@@ -387,9 +359,7 @@ def _report_failure(channel: Channel, rank: int) -> Iterator[None]:
 
 def worker_loop(channel: Channel, loaded: ModelInstance, device: torch.device) -> None:
     """Run every batch that rank 0 runs, and repeat what it does to caches and LoRAs."""
-    model = CacheOwnerInfo(
-        loaded.layer_shapes, loaded.module_backends[0].dtype, [device] * len(loaded.layer_shapes)
-    )
+    model = CacheOwnerInfo(loaded.layer_shapes, loaded.module_backends[0].dtype, [device] * len(loaded.layer_shapes))
     caches: dict[int, CacheBase] = {}
     while (message := channel.receive()).action != "stop":
         values = message.values
@@ -398,9 +368,7 @@ def worker_loop(channel: Channel, loaded: ModelInstance, device: torch.device) -
         match message.action:
             case "forward":
                 cache_id = values["cache_id"]
-                layers = (
-                    [NoCache()] * len(loaded.layer_shapes) if cache_id is None else caches[cache_id].layers
-                )
+                layers = [NoCache()] * len(loaded.layer_shapes) if cache_id is None else caches[cache_id].layers
                 loaded.decoder.forward(decode_batch(message, device), layers)
             case "allocate_cache":
                 caches[values["cache_id"]] = _make_cache(model, values)

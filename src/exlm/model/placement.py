@@ -49,9 +49,7 @@ CACHE_REMEDY = (
     "Take a cache with a smaller max_seq_len or of fewer bits (CacheQ4), lower reserve_vram, or name more "
     'devices, as in config.device = "cuda:0,cuda:1,cpu".'
 )
-SPLIT_REMEDY = (
-    "Raise the numbers of gpu_split (GB of weights for each device), leave it out, or name more devices."
-)
+SPLIT_REMEDY = "Raise the numbers of gpu_split (GB of weights for each device), leave it out, or name more devices."
 
 
 @dataclass(frozen=True)
@@ -97,9 +95,7 @@ class DeviceLoad:
         )
 
 
-def place_modules(
-    modules: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity], remedy: str
-) -> list[int]:
+def place_modules(modules: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity], remedy: str) -> list[int]:
     """Each module's device number; each device is filled before the next is used.
 
     This finds a placement whenever there is one. If there is none, the error says what does not fit and
@@ -109,9 +105,7 @@ def place_modules(
     device_index, load = 0, DeviceLoad()
     for module in modules:
         while (
-            grown := load.with_module(
-                module, has_first=device_index == (placement[0] if placement else device_index)
-            )
+            grown := load.with_module(module, has_first=device_index == (placement[0] if placement else device_index))
         ).total > capacities[device_index].free:
             device_index, load = device_index + 1, DeviceLoad()
             if device_index == len(capacities):
@@ -121,9 +115,7 @@ def place_modules(
     return placement
 
 
-def device_loads(
-    modules: Sequence[ModuleMemory], placement: Sequence[int], num_devices: int
-) -> list[DeviceLoad]:
+def device_loads(modules: Sequence[ModuleMemory], placement: Sequence[int], num_devices: int) -> list[DeviceLoad]:
     """Each device's load under a placement."""
     out = [DeviceLoad()] * num_devices
     for module, device_index in zip(modules, placement, strict=True):
@@ -195,11 +187,7 @@ class Budget:
 
 
 def compute_profile(
-    config: FrozenConfig,
-    device_infos: Sequence[DeviceInfo],
-    num_cached_tokens: int = 0,
-    *,
-    hypothetical: bool = False,
+    config: FrozenConfig, device_infos: Sequence[DeviceInfo], num_cached_tokens: int = 0, *, hypothetical: bool = False
 ) -> ComputeProfile:
     """The profile on these devices."""
     first = device_infos[0].device
@@ -207,8 +195,7 @@ def compute_profile(
         return ComputeProfile(pick_dtype(config.dtype or "float16", None, first), False, num_cached_tokens)
     dtype = pick_dtype(config.dtype, config.stored_dtype, first)
     uses_reference = any(
-        device_info.device.type == "cpu"
-        or backends_for(device_info.device, dtype).backends[0].name == "reference"
+        device_info.device.type == "cpu" or backends_for(device_info.device, dtype).backends[0].name == "reference"
         for device_info in device_infos
     )
     return ComputeProfile(dtype, uses_reference, num_cached_tokens)
@@ -240,27 +227,19 @@ def estimate_modules(
     ]
     for i, layer in enumerate(m.layers):
         name = f"layers.{i}"
-        workspace = _dequantized_bytes(packed_sizes[name], profile) + _activation_bytes(
-            config, layer, profile
-        )
+        workspace = _dequantized_bytes(packed_sizes[name], profile) + _activation_bytes(config, layer, profile)
         modules.append(ModuleMemory(name, weight_bytes[name] + 6 * m.hidden * 4, cache_bytes[i], workspace))
     rows = config.max_output_len or ASSUMED_LOGITS_ROWS
     dequantized = (
-        _dequantized_bytes(packed_sizes["head"], profile)
-        if profile.uses_reference or rows > ASSUMED_LOGITS_ROWS
-        else 0
+        _dequantized_bytes(packed_sizes["head"], profile) if profile.uses_reference or rows > ASSUMED_LOGITS_ROWS else 0
     )
     modules.append(
-        ModuleMemory(
-            "head", weight_bytes["head"] + m.hidden * 4, 0, rows * m.vocab * 8 + dequantized, shared_bytes
-        )
+        ModuleMemory("head", weight_bytes["head"] + m.hidden * 4, 0, rows * m.vocab * 8 + dequantized, shared_bytes)
     )
     return modules
 
 
-def device_capacities(
-    device_infos: Sequence[DeviceInfo], reserve: int | Sequence[int] | None
-) -> list[DeviceCapacity]:
+def device_capacities(device_infos: Sequence[DeviceInfo], reserve: int | Sequence[int] | None) -> list[DeviceCapacity]:
     """The devices' free memory, less what is reserved."""
     numbers = reserve if isinstance(reserve, list | tuple) else [0 if reserve is None else reserve]
     if not all(isinstance(number, int | float) and 0 <= number < 1 << 50 for number in numbers):
@@ -272,9 +251,7 @@ def device_capacities(
         reserved = [int(reserve)] * len(device_infos)
     else:
         given = [int(one) for one in numbers_for_devices("reserve_vram", reserve or (), device_infos)]
-        reserved = [
-            given[i] if i < len(given) else DEFAULT_RESERVE[min(i, 1)] for i in range(len(device_infos))
-        ]
+        reserved = [given[i] if i < len(given) else DEFAULT_RESERVE[min(i, 1)] for i in range(len(device_infos))]
     return [
         DeviceCapacity(device_info.name, max(0, device_info.free - keep))
         for device_info, keep in zip(device_infos, reserved, strict=True)
@@ -292,14 +269,11 @@ def split_capacities(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[flo
             "number is for the first of them. Leave gpu_split out, or give that device a number above 0."
         )
     return [
-        DeviceCapacity(device_info.name, int(gb * GB))
-        for device_info, gb in zip(device_infos, numbers, strict=False)
+        DeviceCapacity(device_info.name, int(gb * GB)) for device_info, gb in zip(device_infos, numbers, strict=False)
     ]
 
 
-def numbers_for_devices(
-    name: str, numbers: Sequence[float], device_infos: Sequence[DeviceInfo]
-) -> Sequence[float]:
+def numbers_for_devices(name: str, numbers: Sequence[float], device_infos: Sequence[DeviceInfo]) -> Sequence[float]:
     """The numbers of a list that have a device; the rest is ignored with a warning.
 
     Programs written for several GPUs pass such lists on machines with one, too.
@@ -356,9 +330,7 @@ def estimate_budget(
     )
     return Budget(
         tuple(
-            DeviceBudget(
-                capacity.name, capacity.free, load.weights, load.cache, load.workspace, load.num_modules
-            )
+            DeviceBudget(capacity.name, capacity.free, load.weights, load.cache, load.workspace, load.num_modules)
             for capacity, load in zip(capacities, loads_by_device, strict=True)
         ),
         placement is not None,
@@ -368,9 +340,7 @@ def estimate_budget(
     )
 
 
-def _overcommitted_loads(
-    modules: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity]
-) -> list[DeviceLoad]:
+def _overcommitted_loads(modules: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity]) -> list[DeviceLoad]:
     """The devices' loads if the last device took everything that does not fit."""
     total = sum(module.weights + module.cache + module.workspace + module.shared for module in modules)
     enlarged = [*capacities[:-1], DeviceCapacity(capacities[-1].name, total)]
@@ -414,8 +384,7 @@ def _activation_bytes(config: FrozenConfig, layer: spec.Layer, profile: ComputeP
     if profile.uses_reference:
         seen = min(config.max_attention_size, config.max_input_len * config.max_seq_len)
         total += (
-            attn.heads * seen * item_bytes
-            + 2 * profile.num_cached_tokens * attn.kv_heads * attn.head_dim * item_bytes
+            attn.heads * seen * item_bytes + 2 * profile.num_cached_tokens * attn.kv_heads * attn.head_dim * item_bytes
         )
     return total
 
@@ -436,9 +405,7 @@ def check_rope_tables(config: FrozenConfig, module_devices: Sequence[DeviceInfo]
             )
 
 
-def _rope_bytes_per_position(
-    model: spec.Model, module_devices: Sequence[DeviceInfo], device_info: DeviceInfo
-) -> int:
+def _rope_bytes_per_position(model: spec.Model, module_devices: Sequence[DeviceInfo], device_info: DeviceInfo) -> int:
     """Peak bytes that one position takes while the RoPE tables of a device's layers are made."""
     layers = zip(module_devices[1:], model.layers, strict=False)
     ropes = {layer.attn.rope for device, layer in layers if device is device_info and layer.attn.rope}

@@ -98,9 +98,7 @@ class PipelineParallel:
         """Check the number of layers."""
         num_layers = len(config.spec.layers)
         if size > num_layers:
-            raise Unsupported(
-                f"{size} ranks cannot have a layer each of a model of {num_layers}: use fewer ranks."
-            )
+            raise Unsupported(f"{size} ranks cannot have a layer each of a model of {num_layers}: use fewer ranks.")
 
     def load(
         self, config: FrozenConfig, rank: int, size: int, device_info: DeviceInfo, progress: LoadProgress
@@ -115,18 +113,14 @@ class PipelineParallel:
 
     def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
         """Send hidden states from rank to rank, and the logits to rank 0."""
-        return PipelineStage(
-            loaded.decoder, group, config.spec.hidden, config.spec.vocab, _residual_dtype(loaded)
-        )
+        return PipelineStage(loaded.decoder, group, config.spec.hidden, config.spec.vocab, _residual_dtype(loaded))
 
     def role_shard(self, config: FrozenConfig, role: str, rank: int, size: int) -> RoleShard | None:
         """The whole matrix, on the rank that has its layer."""
         first, last = split_evenly(len(config.spec.layers), size)[rank]
         match role.split(".", 2):
             case ["layers", layer, rest]:
-                return (
-                    RoleShard(f"layers.{int(layer) - first}.{rest}") if first <= int(layer) < last else None
-                )
+                return RoleShard(f"layers.{int(layer) - first}.{rest}") if first <= int(layer) < last else None
             case ["embed"]:
                 return RoleShard(role) if rank == 0 else None
         return RoleShard(role) if rank == size - 1 else None
@@ -135,9 +129,7 @@ class PipelineParallel:
 class PipelineStage(Decoder):
     """The decoder of one pipeline stage."""
 
-    def __init__(
-        self, decoder: Decoder, group: Group, hidden: int, vocab: int, residual_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, decoder: Decoder, group: Group, hidden: int, vocab: int, residual_dtype: torch.dtype) -> None:
         super().__init__(decoder.embedding, decoder.blocks, decoder.head, decoder.transfers)
         self.group, self.hidden, self.vocab, self.residual_dtype = group, hidden, vocab, residual_dtype
 
@@ -153,9 +145,7 @@ class PipelineStage(Decoder):
         x, pending_residual = self.group.receive(state, self.group.rank - 1)
         return x, pending_residual
 
-    def output_logits(
-        self, x: Tensor, pending_residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor | None, Tensor]:
+    def output_logits(self, x: Tensor, pending_residual: Tensor | None, batch: Batch) -> tuple[Tensor | None, Tensor]:
         """Send the hidden state to the next stage; the last one sends logits and state to rank 0."""
         rank, last = self.group.rank, self.group.size - 1
         if rank == last:
@@ -171,9 +161,7 @@ class PipelineStage(Decoder):
         rows, tokens = batch.ids.shape
         tokens = 1 if batch.outputs == "last" else tokens
         logits = self.group.receive(self._empty(rows, tokens, self.vocab, dtype=torch.float32), last)
-        return logits, self.group.receive(
-            self._empty(rows, tokens, self.hidden, dtype=self.residual_dtype), last
-        )
+        return logits, self.group.receive(self._empty(rows, tokens, self.hidden, dtype=self.residual_dtype), last)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.group.device)

@@ -75,9 +75,7 @@ class MMEmbedding:
             raise InputError(
                 f"{pre_tokens} tokens before and {post_tokens} after a picture leave none of {self.length}."
             )
-        self.thw_grid = (
-            None if thw_grid is None else _checked_grid(thw_grid, self.length - pre_tokens - post_tokens)
-        )
+        self.thw_grid = None if thw_grid is None else _checked_grid(thw_grid, self.length - pre_tokens - post_tokens)
         self.first_index = _id_allocator.allocate(self.length)
         self.text_alias = f"<$EMB_{self.first_index}$>" if text_alias is None else text_alias
         if not isinstance(self.text_alias, str) or not self.text_alias:

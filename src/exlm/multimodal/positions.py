@@ -37,11 +37,7 @@ def embedding_spans(ids: Sequence[int], embeddings: Sequence[MMEmbedding]) -> It
         embedding = _embedding_of(ids[index], embeddings)
         offset = ids[index] - embedding.first_index
         stop = index + 1
-        while (
-            stop < len(ids)
-            and stop - index < embedding.length - offset
-            and ids[stop] == ids[index] + stop - index
-        ):
+        while stop < len(ids) and stop - index < embedding.length - offset and ids[stop] == ids[index] + stop - index:
             stop += 1
         yield EmbeddingSpan(index, offset, stop - index, embedding)
         index = stop
@@ -58,18 +54,14 @@ def mrope_positions(ids: Sequence[int], embeddings: Sequence[MMEmbedding], start
         grid = span.embedding.grid
         if grid is None:
             continue
-        first, last = (
-            index - span.embedding.first_index for index in span.embedding.get_vision_token_range()
-        )
+        first, last = (index - span.embedding.first_index for index in span.embedding.get_vision_token_range())
         begin, end = max(span.offset, first), min(span.offset + span.length, last)
         if begin >= end:
             continue
         grid_start, grid_stop = span.start + begin - span.offset, span.start + end - span.offset
         cell_index = torch.arange(begin - first, end - first)
         _, rows, columns = grid
-        cells = torch.stack(
-            (cell_index // (rows * columns), cell_index // columns % rows, cell_index % columns)
-        )
+        cells = torch.stack((cell_index // (rows * columns), cell_index // columns % rows, cell_index % columns))
         out[:, grid_start:grid_stop] = out[:, grid_start : grid_start + 1] + cells
         if grid_stop < len(ids):
             out[:, grid_stop:] += int(out[:, grid_start:grid_stop].max()) + 1 - int(out[0, grid_stop])

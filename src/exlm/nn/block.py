@@ -102,9 +102,7 @@ TransferFn = Callable[[Tensor, Tensor | None, Batch], tuple[Tensor, Tensor | Non
 """(x, pending residual, batch) → the same on the device of the next module."""
 
 
-def no_transfer(
-    x: Tensor, pending_residual: Tensor | None, batch: Batch
-) -> tuple[Tensor, Tensor | None, Batch]:
+def no_transfer(x: Tensor, pending_residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None, Batch]:
     """The next module is on the same device."""
     return x, pending_residual, batch
 
@@ -115,9 +113,7 @@ class DeviceTransfer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __call__(
-        self, x: Tensor, pending_residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor | None, Batch]:
+    def __call__(self, x: Tensor, pending_residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None, Batch]:
         """All on this device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

@@ -86,9 +86,7 @@ class FusedBlock:
     do not see a module that is replaced: `Decoder.replace` puts the block back in this one's place.
     """
 
-    def __init__(
-        self, block: Block, qkv: FusedLinear, o: FusedLinear, mlp: FusedMlp | None, max_tokens: int
-    ) -> None:
+    def __init__(self, block: Block, qkv: FusedLinear, o: FusedLinear, mlp: FusedMlp | None, max_tokens: int) -> None:
         """`max_tokens` of a batch run fused; without `mlp` (MoE) the block's own MLP runs."""
         self.block = block
         self.qkv, self.o, self.fused_mlp = qkv, o, mlp
@@ -154,11 +152,7 @@ def _with_separate_products(block: Block, qkv: FusedLinear, fused_mlp: FusedMlp 
 
 
 def fuse_block(
-    block: Block,
-    act: spec.Activation,
-    attn_norm: NormPrologue,
-    mlp_norm: NormPrologue,
-    backend: SupportsFusion,
+    block: Block, act: spec.Activation, attn_norm: NormPrologue, mlp_norm: NormPrologue, backend: SupportsFusion
 ) -> FusedBlock:
     """The block with the backend's fused projections; `Unsupported` if the backend declines one."""
     qkv, mlp = block.attn.qkv, block.mlp

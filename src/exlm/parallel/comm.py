@@ -153,8 +153,7 @@ class Channel:
         """Send a message without waiting until it is read."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in message.tensors.items()}
         layouts = {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            for name, tensor in tensors.items()
+            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
         }
         header = json.dumps([message.action, dict(message.values), layouts]).encode()
         self.connection.sendall(

@@ -81,9 +81,7 @@ class ShardedQKNorm:
     that to the root mean square of all. A kv head that several ranks have is counted on one of them.
     """
 
-    def __init__(
-        self, group: Group, attn: spec.Attention, eps: float, counts_keys: bool, inner: QKNormFn
-    ) -> None:
+    def __init__(self, group: Group, attn: spec.Attention, eps: float, counts_keys: bool, inner: QKNormFn) -> None:
         """`attn` is the whole model's; `counts_keys`: whether this rank's keys are counts_keys."""
         self.group, self.eps, self.counts_keys, self.inner = group, eps, counts_keys, inner
         self.widths = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim

@@ -29,9 +29,7 @@ Range = tuple[int, int]
 ALIGNMENTS = 128, 32, 1
 """Widths are cut at multiples of the first of these numbers that gives each rank at least one."""
 
-_ROLE = re.compile(
-    r"layers\.(\d+)\.(?:attn\.([qkvo])|mlp\.(?:experts\.\d+\.)?(gate|up|down)|attn\.([qk])_norm)"
-)
+_ROLE = re.compile(r"layers\.(\d+)\.(?:attn\.([qkvo])|mlp\.(?:experts\.\d+\.)?(gate|up|down)|attn\.([qk])_norm)")
 
 
 class MatrixSlice(NamedTuple):
@@ -117,9 +115,7 @@ def check_shardable(model: spec.Model, size: int) -> None:
     remedy = "Use fewer ranks, or model.load_autosplit(cache), which gives each device whole layers."
     for i, layer in enumerate(model.layers):
         if size > layer.attn.heads:
-            raise Unsupported(
-                f"Layer {i} has {layer.attn.heads} heads, too few to share among {size} ranks. {remedy}"
-            )
+            raise Unsupported(f"Layer {i} has {layer.attn.heads} heads, too few to share among {size} ranks. {remedy}")
         if size > layer.mlp.width or size > model.vocab:
             raise Unsupported(f"Layer {i} is too narrow to share among {size} ranks. {remedy}")
         qk = layer.attn.qk_norm

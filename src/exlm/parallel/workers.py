@@ -126,8 +126,7 @@ def accept_workers(rank_info: RankInfo) -> list[Channel]:
             except TimeoutError:
                 missing = sorted(set(range(1, rank_info.size)) - set(connections))
                 raise WorkerLost(
-                    f"Ranks {missing} did not connect within {CONNECT_TIMEOUT:g} s: does every rank load the "
-                    "model?"
+                    f"Ranks {missing} did not connect within {CONNECT_TIMEOUT:g} s: does every rank load the model?"
                 ) from None
             if (rank := _handshake(connection, token)) is None:
                 connection.close()  # not one of our ranks
@@ -167,9 +166,7 @@ def _store_host(store: Store) -> str:
 class RankDriver:
     """The workers of one model, ranks 1 and up. A lock lets one thread at a time send a message."""
 
-    def __init__(
-        self, channels: Sequence[Channel], processes: Sequence[subprocess.Popen[bytes]] = ()
-    ) -> None:
+    def __init__(self, channels: Sequence[Channel], processes: Sequence[subprocess.Popen[bytes]] = ()) -> None:
         self.channels = channels
         self.processes = processes  # the workers that this process started
         self.lost_reason: str | None = None
@@ -269,10 +266,7 @@ class RankDriver:
 
 
 def _stop_workers(
-    channels: Sequence[Channel],
-    processes: Sequence[subprocess.Popen[bytes]],
-    groups: Sequence[Group],
-    pid: int,
+    channels: Sequence[Channel], processes: Sequence[subprocess.Popen[bytes]], groups: Sequence[Group], pid: int
 ) -> None:
     """Close every channel, which ends a worker; kill those that do not exit."""
     if pid != os.getpid():  # a fork: the workers belong to its parent

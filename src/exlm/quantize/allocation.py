@@ -25,17 +25,7 @@ BIT_PAIRS = ((3, 2), (4, 3), (5, 4), (6, 5), (8, 6))
 PAIR_SHARES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
 """Shares of the wider of two widths."""
 
-BIT_TRIPLES = (
-    (4, 3, 2),
-    (5, 3, 2),
-    (6, 3, 2),
-    (5, 4, 3),
-    (6, 4, 3),
-    (8, 4, 3),
-    (6, 5, 4),
-    (8, 5, 4),
-    (8, 6, 5),
-)
+BIT_TRIPLES = ((4, 3, 2), (5, 3, 2), (6, 3, 2), (5, 4, 3), (6, 4, 3), (8, 4, 3), (6, 5, 4), (8, 5, 4), (8, 6, 5))
 TRIPLE_SHARES = ((0.05, 0.15), (0.1, 0.3), (0.05, 0.45), (0.15, 0.5))
 """Shares of the widest and the middle of three widths."""
 
@@ -117,9 +107,7 @@ class Recipe:
             pairs = zip(raw["bits"], raw["bits_prop"], strict=True)
             parts = tuple(BitShare(int(b), float(share), int(sizes[str(b)])) for b, share in pairs)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise InputError(
-                f"{where}: not a recipe of widths, shares and group sizes ({error!r})."
-            ) from error
+            raise InputError(f"{where}: not a recipe of widths, shares and group sizes ({error!r}).") from error
         return cls(parts)
 
 
@@ -182,9 +170,7 @@ def _generate_recipes() -> Iterator[Recipe]:
 
 def min_layer_bits(model: spec.Model) -> int:
     """The fewest bits that the matrices of all layers can take together."""
-    return sum(
-        min(recipe.bits(matrix) for recipe in candidate_recipes()) for matrix in quantized_matrices(model)
-    )
+    return sum(min(recipe.bits(matrix) for recipe in candidate_recipes()) for matrix in quantized_matrices(model))
 
 
 # -- allocation ------------------------------------------------------------------------------------
@@ -291,16 +277,12 @@ def _saved_per_bit(a: Candidate, b: Candidate) -> float:
 def _hull_steps(hulls: Sequence[Sequence[Candidate]]) -> list[tuple[int, int]]:
     """(number of the set, step along its hull), the most KL saved per bit first; ties in the sets' order."""
     steps = [
-        (-_saved_per_bit(hull[i], hull[i + 1]), n, i)
-        for n, hull in enumerate(hulls)
-        for i in range(len(hull) - 1)
+        (-_saved_per_bit(hull[i], hull[i + 1]), n, i) for n, hull in enumerate(hulls) for i in range(len(hull) - 1)
     ]
     return [(number, step) for _, number, step in sorted(steps)]
 
 
-def _spend_rest(
-    candidate_sets: Sequence[CandidateSet], chosen: list[Candidate], left: int
-) -> list[Candidate]:
+def _spend_rest(candidate_sets: Sequence[CandidateSet], chosen: list[Candidate], left: int) -> list[Candidate]:
     """Spend the `left` bits, each time on the affordable candidate that saves the most KL."""
     while True:
         best, where = 0.0, None

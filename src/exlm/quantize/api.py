@@ -93,9 +93,7 @@ def quantize_model(
         rows=default_rows(model_config.spec, device_) if rows is None else rows,
         length=_row_length(length, model_config),
     )
-    output = pipeline.OutputOptions(
-        Path(os.path.realpath(Path(target).expanduser())), shard_bytes, overwrite, report
-    )
+    output = pipeline.OutputOptions(Path(os.path.realpath(Path(target).expanduser())), shard_bytes, overwrite, report)
     return _run_job(
         model_config,
         options,
@@ -128,9 +126,7 @@ def _run_job(
         raise InputError(f"shard_bytes must be positive, found {output.shard_bytes}.")
     exl2 = options.method == "exl2"
     if not exl2 and (measurement is not None or save_measurement is not None):
-        raise InputError(
-            "Measurements go with method exl2: GPTQ has 4 bits for every weight and measures nothing."
-        )
+        raise InputError("Measurements go with method exl2: GPTQ has 4 bits for every weight and measures nothing.")
     existing, digest = (None, None) if measurement is None else _read_measurement(measurement, frozen.spec)
     if save_measurement is not None:
         _check_measurement_path(save_measurement, existing)
@@ -138,11 +134,7 @@ def _run_job(
     loader = layer_loader(frozen, source, length, device)
     fingerprint = _job_fingerprint(options, frozen, source, digest, device)
     with open_step_store(
-        output.folder,
-        fingerprint,
-        changeable=TARGETS,
-        changeable_until=pipeline.HIDDEN_STATES,
-        restart=restart,
+        output.folder, fingerprint, changeable=TARGETS, changeable_until=pipeline.HIDDEN_STATES, restart=restart
     ) as store:
         ctx = QuantContext(model_config, frozen, source, loader, store, options, progress)
         ctx.total = pipeline.progress_units(ctx.depth, exl2)
@@ -193,9 +185,7 @@ def _check_shapes(wanted: Mapping[str, Matrix], method: str) -> None:
                 f"{role} has {m.in_features} inputs, and {method.upper()} stores multiples of {unit} only."
             )
         if method == "gptq" and m.out_features % unit:
-            raise Unsupported(
-                f"{role} has {m.out_features} outputs, and GPTQ stores multiples of {unit} only."
-            )
+            raise Unsupported(f"{role} has {m.out_features} outputs, and GPTQ stores multiples of {unit} only.")
 
 
 def _check_target(ctx: QuantContext, existing: Measurement | None) -> None:
@@ -204,9 +194,7 @@ def _check_target(ctx: QuantContext, existing: Measurement | None) -> None:
     if existing is None:
         fewest = min_layer_bits(ctx.model)
     else:
-        fewest = sum(
-            min(candidate.bits for candidate in candidates) for candidates in existing.candidate_sets
-        )
+        fewest = sum(min(candidate.bits for candidate in candidates) for candidates in existing.candidate_sets)
     if options.bits is not None and fewest > int(weights * options.bits):
         raise InputError(
             f"{options.bits:g} bits a weight cannot be reached: the smallest this model can be is "
@@ -226,9 +214,7 @@ def _disk_bytes(ctx: QuantContext) -> int:
     options, model = ctx.options, ctx.model
     states = 4 * model.hidden * options.length * (ctx.depth + 4) * options.rows
     hessians = sum(
-        2 * m.out_features**2
-        for m in quantized_matrices(model)
-        if m.out_features <= sensitivity.MAX_FULL_OUTPUTS
+        2 * m.out_features**2 for m in quantized_matrices(model) if m.out_features <= sensitivity.MAX_FULL_OUTPUTS
     )
     weights = sum(m.in_features * m.out_features for m in ctx.matrices.values())
     unquantized = unquantized_bytes(ctx.plan, model, ctx.matrices.keys())
@@ -237,11 +223,7 @@ def _disk_bytes(ctx: QuantContext) -> int:
 
 
 def _job_fingerprint(
-    options: QuantizeOptions,
-    frozen: FrozenConfig,
-    source: WeightSource,
-    measurement: str | None,
-    device: torch.device,
+    options: QuantizeOptions, frozen: FrozenConfig, source: WeightSource, measurement: str | None, device: torch.device
 ) -> dict[str, Any]:
     """What job.json records; an unfinished job continues only if it has the same fingerprint.
 

@@ -116,9 +116,7 @@ def builtin_texts(held_out: bool = False) -> list[str]:
     texts = []
     for name in names:
         paragraphs = (folder / name).read_text(encoding="utf-8").split("\n\n")
-        chosen = [
-            p for i, p in enumerate(paragraphs) if (i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out
-        ]
+        chosen = [p for i, p in enumerate(paragraphs) if (i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out]
         if chosen:
             texts.append("\n\n".join(chosen))
     return texts
@@ -203,9 +201,7 @@ def prepend_bos(rows: Tensor, config: Config, tokenizer: Tokenizer) -> Tensor:
 
 
 @torch.no_grad()
-def sample_rows(
-    loader: LayerLoader, prompts: Tensor, length: int, banned: Sequence[int], seed: int
-) -> Tensor:
+def sample_rows(loader: LayerLoader, prompts: Tensor, length: int, banned: Sequence[int], seed: int) -> Tensor:
     """(pieces, length) tokens sampled from the model behind `prompts` (pieces, tokens); repeatable by seed.
 
     The whole model is in memory meanwhile, in floats. Tokens in `banned` are never sampled.

@@ -31,9 +31,7 @@ MIN_GAIN = 5e-4
 """A sweep that lowers the loss by less than this share is the last."""
 
 
-def descend_one_sided(
-    codes: Tensor, gradient: Tensor, h: Tensor, sizes: Sequence[int], grids: Sequence[Grid]
-) -> None:
+def descend_one_sided(codes: Tensor, gradient: Tensor, h: Tensor, sizes: Sequence[int], grids: Sequence[Grid]) -> None:
     """One sweep over all rows, in place.
 
     `gradient` (inputs, columns) is H (W - Ŵ), and is kept up to date; `sizes` and `grids` are the groups'.
@@ -49,14 +47,7 @@ def descend_one_sided(
 
 
 def _descend_group(
-    old: Tensor,
-    gradient: Tensor,
-    h: Tensor,
-    scale: Tensor,
-    low: Tensor,
-    high: Tensor,
-    codes: Tensor,
-    change: Tensor,
+    old: Tensor, gradient: Tensor, h: Tensor, scale: Tensor, low: Tensor, high: Tensor, codes: Tensor, change: Tensor
 ) -> None:
     """The rows of one group; writes the new codes (may be `old` itself) and the change of their values."""
     grid, gradient = Grid(scale, low, high), gradient.clone()
@@ -103,9 +94,7 @@ def _sweep(
     """New codes after every row was looked at once."""
     columns, padding = codes.shape[1], -codes.shape[1] % run
     g = F.pad(g, (0, padding, 0, padding))
-    now, gradient, scale = (
-        F.pad(x, (0, padding)) if padding else x.clone() for x in (codes, gradient, scale)
-    )
+    now, gradient, scale = (F.pad(x, (0, padding)) if padding else x.clone() for x in (codes, gradient, scale))
     for a in range(0, len(now), BLOCK_ROWS):
         rows = slice(a, a + BLOCK_ROWS)
         block = (gradient[rows], hessian[rows, rows], g, scale[rows], half[rows], now[rows].clone())

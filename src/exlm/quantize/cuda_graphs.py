@@ -78,16 +78,13 @@ class GraphCache:
         """The function captured; None, with one warning, where capture fails."""
         static_inputs = [t.clone(memory_format=torch.contiguous_format) for t in inputs]
         static_outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in outputs]
-        function(
-            *static_inputs, *static_outputs
-        )  # libraries initialise on first use, which cannot be captured
+        function(*static_inputs, *static_outputs)  # libraries initialise on first use, which cannot be captured
         try:
             graph = self._capture_graph(function, static_inputs, static_outputs)
         except RuntimeError as error:
             self._unavailable = True
             warnings.warn(
-                f"Quantising continues without CUDA graphs, which is slower: capture failed ({error}).",
-                stacklevel=2,
+                f"Quantising continues without CUDA graphs, which is slower: capture failed ({error}).", stacklevel=2
             )
             return None
         return _Captured(graph, static_inputs, static_outputs)

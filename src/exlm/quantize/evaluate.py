@@ -73,10 +73,7 @@ class Quality:
         """Names and values of everything but the layers, for people."""
         found = [
             ("perplexity", f"{self.perplexity:.4f} on {self.tokens:,} tokens"),
-            (
-                "size",
-                f"{self.bytes / 2**20:,.1f} MiB of weights, {self.bits:.3f} bits a weight in the layers",
-            ),
+            ("size", f"{self.bytes / 2**20:,.1f} MiB of weights, {self.bits:.3f} bits a weight in the layers"),
         ]
         if self.kl is not None and self.kl_percentiles is not None and self.top1 is not None:
             percentiles = ", ".join(

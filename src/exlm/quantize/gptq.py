@@ -227,9 +227,7 @@ class _Wavefront:
         GRAPHS.run(_round_tiles, (now, self.scale[i, j], self.half[i], u, v), (codes, errors))
         self.codes[i, j] = codes
         self.errors.view(len(self.v), -1, TILE, TILE)[j, i] = errors
-        self.in_feedback.view(len(self.u), TILE, -1, TILE)[i, :, j] = above.baddbmm_(
-            u.transpose(1, 2), errors
-        )
+        self.in_feedback.view(len(self.u), TILE, -1, TILE)[i, :, j] = above.baddbmm_(u.transpose(1, 2), errors)
 
 
 def _diagonal_tiles(square: Tensor) -> Tensor:
@@ -238,9 +236,7 @@ def _diagonal_tiles(square: Tensor) -> Tensor:
     return square.view(count, TILE, count, TILE).diagonal(0, 0, 2).permute(2, 0, 1).contiguous()
 
 
-def _round_tiles(
-    now: Tensor, scale: Tensor, half: Tensor, u: Tensor, v: Tensor, codes: Tensor, errors: Tensor
-) -> None:
+def _round_tiles(now: Tensor, scale: Tensor, half: Tensor, u: Tensor, v: Tensor, codes: Tensor, errors: Tensor) -> None:
     """Round tiles side by side; the feedback of all earlier tiles is in `now` already.
 
     Flipped left to right, the anti-diagonals of a tile are its diagonals, which torch can view without a

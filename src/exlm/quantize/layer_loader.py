@@ -98,9 +98,7 @@ class LayerLoader(Builder):
         return embedding
 
 
-def layer_loader(
-    config: FrozenConfig, source: WeightSource, length: int, device: torch.device
-) -> LayerLoader:
+def layer_loader(config: FrozenConfig, source: WeightSource, length: int, device: torch.device) -> LayerLoader:
     """A loader for forward passes of at most `length` tokens per row."""
     return LayerLoader(config.spec, source, BackendList([ReferenceBackend(device, torch.float32)]), length)
 

@@ -132,9 +132,7 @@ class HessianStats(NamedTuple):
     def _ridge_solve(self, right: Tensor, damping: float) -> Tensor:
         """(Ĥ + damping · mean(diag Ĥ) · I)⁻¹ right."""
         eye = torch.eye(len(self.hessian), device=right.device)
-        solved, failed = torch.linalg.solve_ex(
-            self.hessian + damping * self.hessian.diagonal().mean() * eye, right
-        )
+        solved, failed = torch.linalg.solve_ex(self.hessian + damping * self.hessian.diagonal().mean() * eye, right)
         # All inputs are zero behind a layer that is switched off: there is nothing to correct.
         return torch.zeros_like(right) if int(failed) else solved
 
@@ -149,9 +147,7 @@ class HessianAccumulator:
         self.weight_sum, self.squared_weight_sum = matrix.new_zeros(2)
         self.tokens, self.paired = 0, True
 
-    def add(
-        self, x: Tensor, input_error: Tensor | None, residual_error: Tensor | None, weights: Tensor
-    ) -> None:
+    def add(self, x: Tensor, input_error: Tensor | None, residual_error: Tensor | None, weights: Tensor) -> None:
         """More tokens: x̂, x - x̂, the error of the residual stream behind the matrix, each token's weight."""
         weighted = (x * weights[:, None]).T
         self.hessian.addmm_(weighted, x)
@@ -174,9 +170,7 @@ class HessianAccumulator:
         cross = self.cross / self.weight_sum if self.paired else None
         residual_cross = None if self.residual_cross is None else self.residual_cross / self.weight_sum
         effective_tokens = float(self.weight_sum.square() / self.squared_weight_sum)
-        return HessianStats(
-            self.hessian / self.weight_sum, cross, residual_cross, self.tokens, effective_tokens
-        )
+        return HessianStats(self.hessian / self.weight_sum, cross, residual_cross, self.tokens, effective_tokens)
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -228,10 +222,7 @@ def input_groups(roles: Iterable[str]) -> list[list[str]]:
 
 
 def propagate(
-    linears: Mapping[str, HookedLinear],
-    floats: Mapping[str, Tensor],
-    forward: Forward,
-    states: HiddenStates,
+    linears: Mapping[str, HookedLinear], floats: Mapping[str, Tensor], forward: Forward, states: HiddenStates
 ) -> None:
     """Both hidden states through the layer, each with its own matrices; `linears` keep the rounded ones."""
     rounded = {role: linear.weight for role, linear in linears.items()}
@@ -336,9 +327,7 @@ def cluster_columns(matrix: Tensor, count: int, seed: int) -> Tensor:
         membership = F.one_hot(nearest, count).to(matrix.dtype)
         if step + 1 < KMEANS_STEPS:
             centres = torch.where(
-                membership.sum(0)[:, None] > 0,
-                F.normalize((membership / lengths[:, None]).T @ matrix, dim=1),
-                centres,
+                membership.sum(0)[:, None] > 0, F.normalize((membership / lengths[:, None]).T @ matrix, dim=1), centres
             )
     return membership
 
@@ -391,9 +380,7 @@ def solve_head(
     common = overall.mean()
     target = common.correct_weights(w, damping)
     members = [
-        (accumulator, membership[:, n].nonzero()[:, 0])
-        for n, accumulator in enumerate(clusters)
-        if len(clusters) > 1
+        (accumulator, membership[:, n].nonzero()[:, 0]) for n, accumulator in enumerate(clusters) if len(clusters) > 1
     ]
     for accumulator, columns in members:
         target[:, columns] = accumulator.mean().correct_columns(w[:, columns], target[:, columns], damping)
@@ -404,15 +391,11 @@ def solve_head(
         own = accumulator.mean()
         if len(columns) and own.effective_tokens:
             h = own.blend(common, SHARED_TOKENS_PER_INPUT * len(w))[f.perm][:, f.perm]
-            _descend_columns(
-                solution, target[:, columns], scales[:, columns], columns, add_damping(h, damping)
-            )
+            _descend_columns(solution, target[:, columns], scales[:, columns], columns, add_damping(h, damping))
     return solution
 
 
-def _descend_columns(
-    solution: Exl2Solution, target: Tensor, scales: Tensor, columns: Tensor, h: Tensor
-) -> None:
+def _descend_columns(solution: Exl2Solution, target: Tensor, scales: Tensor, columns: Tensor, h: Tensor) -> None:
     """Improve the codes of some columns under their own Hessian `h`; `target` and `scales` are theirs."""
     codes, scales = solution.codes[:, columns].contiguous(), scales.contiguous()
     grids = list(map(Grid, scales, -solution.half_ranges, solution.half_ranges - 1))

@@ -115,9 +115,7 @@ def search_scales(w: Tensor, bits: int, importance: Tensor, steps: int) -> Group
     best = tried.gather(0, _rounding_errors(w, tried, bits, importance).argmin(0, keepdim=True))[0]
     maxima = (best.max() * _linspace(1.08, 0.7, max(4, steps // 2), w)[:, 0]).clamp(max=FP16_MAX).half()
     low, high = _bracket(best, maxima)
-    below, above = (
-        _rounding_errors(w, Exl2Scales(x, maxima).expand().float(), bits, importance) for x in (low, high)
-    )
+    below, above = (_rounding_errors(w, Exl2Scales(x, maxima).expand().float(), bits, importance) for x in (low, high))
     total = torch.minimum(below, above).sum(1).masked_fill(_underflows(maxima), torch.inf)
     at = total.argmin().view(1)
     found = GroupScale(_select(torch.where(above < below, high, low), at), _select(maxima, at))
@@ -138,9 +136,7 @@ def refit_scales(now: GroupScale, target: Tensor, curvature: Tensor) -> GroupSca
     at = total.argmin().view(1)
     better = _select(total, at) < least
     codes = _select(torch.where(above < below, high, low), at)
-    return GroupScale(
-        torch.where(better, codes, now.codes), torch.where(better, _select(maxima, at), now.maximum)
-    )
+    return GroupScale(torch.where(better, codes, now.codes), torch.where(better, _select(maxima, at), now.maximum))
 
 
 @cache
@@ -249,11 +245,7 @@ class Exl2Solution:
 
 
 def solve_exl2(
-    w: Tensor,
-    f: HessianFactors,
-    groups: Sequence[Group],
-    options: SolverOptions,
-    outputs: OutputFactors | None = None,
+    w: Tensor, f: HessianFactors, groups: Sequence[Group], options: SolverOptions, outputs: OutputFactors | None = None
 ) -> Exl2Solution:
     """The best codes and scales for `w` (inputs, columns); `outputs` where the output Hessian is known."""
     solution = gptq_only(w, f, groups, options.scale_steps)
@@ -352,14 +344,10 @@ def solve_gptq(
     sizes = [min(group, inputs - a) for a in range(0, inputs, group)]
     table = w.new_empty(len(sizes), len(Grid._fields), columns)
     grids = [Grid(*fields) for fields in table]
-    steps = [
-        GroupStep(rows, search_affine_grid, tuple(grid)) for rows, grid in zip(sizes, grids, strict=True)
-    ]
+    steps = [GroupStep(rows, search_affine_grid, tuple(grid)) for rows, grid in zip(sizes, grids, strict=True)]
     codes = gptq(w, f, steps).codes
     if sweeps:
-        values = torch.cat(
-            [grid.value(c) for grid, c in zip(grids, codes.split_with_sizes(sizes), strict=True)]
-        )
+        values = torch.cat([grid.value(c) for grid, c in zip(grids, codes.split_with_sizes(sizes), strict=True)])
         gradient = f.hessian @ (w[f.perm] - values)
         for _ in range(sweeps):
             descend_one_sided(codes, gradient, f.hessian, sizes, grids)

@@ -67,9 +67,7 @@ class QuantizeOptions:
         if self.max_kld is not None and not self.max_kld > 0:
             raise InputError(f"max_kld must be above 0, found {self.max_kld:g}.")
         if self.head_bits not in HEAD_RECIPES:
-            raise InputError(
-                f"head_bits must be one of {', '.join(map(str, HEAD_RECIPES))}, found {self.head_bits}."
-            )
+            raise InputError(f"head_bits must be one of {', '.join(map(str, HEAD_RECIPES))}, found {self.head_bits}.")
         self._check_rows()
 
     def _check_gptq(self) -> None:

@@ -22,24 +22,12 @@ from torch import Tensor
 
 from .. import spec
 from ..atomic import atomic_dir, report_write_errors
-from ..checkpoint import (
-    GgufCheckpoint,
-    SafetensorsCheckpoint,
-    SafetensorsFolder,
-    WeightSource,
-    save_sharded,
-)
+from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, SafetensorsFolder, WeightSource, save_sharded
 from ..checkpoint.tensor_index import tensor_key
 from ..config import Config, FrozenConfig
 from ..convert.plan import ConversionPlan, vector_specs
 from ..convert.planners import FolderPlanner, GgufPlanner
-from ..convert.side_files import (
-    CONFIG_FILE,
-    QUANTIZATION_FILES,
-    SideFiles,
-    side_files_of_folder,
-    side_files_of_gguf,
-)
+from ..convert.side_files import CONFIG_FILE, QUANTIZATION_FILES, SideFiles, side_files_of_folder, side_files_of_gguf
 from ..errors import InputError
 from ..formats.bits import WORD_BITS
 from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS, TENSORS
@@ -110,9 +98,7 @@ def write_model(
     """
     plan = conversion_plan(frozen, source, roles)
     with atomic_dir(target, overwrite=overwrite) as hidden:
-        weights = save_sharded(
-            hidden, _model_tensors(plan, frozen.spec, roles, encoded), shard_bytes=shard_bytes
-        )
+        weights = save_sharded(hidden, _model_tensors(plan, frozen.spec, roles, encoded), shard_bytes=shard_bytes)
         with report_write_errors(target):
             _side_files(frozen, source, plan, quantization_config).write_to(hidden)
             for path in weights:
@@ -156,9 +142,7 @@ def _to_float16(name: str, tensor: Tensor) -> Tensor:
     half = tensor.half()
     if not bool(torch.isfinite(half).all()):
         if bool(torch.isfinite(tensor).all()):
-            raise InputError(
-                f"{name} holds numbers that float16 cannot: the model cannot be stored in float16."
-            )
+            raise InputError(f"{name} holds numbers that float16 cannot: the model cannot be stored in float16.")
         raise InputError(f"{name} of the source holds NaN or infinity. Download the model again.")
     return half
 
@@ -172,10 +156,7 @@ def _side_files(
         files = side_files_of_folder(frozen.path, plan, frozen.quantization)
     config = json.loads(files.written[CONFIG_FILE])
     config["quantization_config"] = dict(quantization_config)
-    written = {
-        **files.written,
-        CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
-    }
+    written = {**files.written, CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
     copied = {name: path for name, path in files.copied.items() if name not in QUANTIZATION_FILES}
     if MODEL_CARD in copied:
         copied["README-source.md"] = copied.pop(MODEL_CARD)

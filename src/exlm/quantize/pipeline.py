@@ -466,9 +466,7 @@ def _saved_gradients(ctx: QuantContext, name: str) -> dict[str, Tensor]:
 
 def _token_weights(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
-        role.removesuffix(TOKEN_WEIGHTS): weights
-        for role, weights in gradients.items()
-        if role.endswith(TOKEN_WEIGHTS)
+        role.removesuffix(TOKEN_WEIGHTS): weights for role, weights in gradients.items() if role.endswith(TOKEN_WEIGHTS)
     }
 
 

@@ -33,15 +33,7 @@ from ..nn import Batch, Head
 from ..nn.block import BlockLike
 from ..spec.tensor_names import TensorNames
 from ..spec.weight_roles import Matrix
-from .allocation import (
-    GROUP_SIZES,
-    Candidate,
-    CandidateSet,
-    Group,
-    Recipe,
-    candidate_recipes,
-    quantized_matrices,
-)
+from .allocation import GROUP_SIZES, Candidate, CandidateSet, Group, Recipe, candidate_recipes, quantized_matrices
 from .gptq import OutputFactors, factorize, inverse_cholesky
 from .layer_loader import HookedLinear, run_block
 from .layer_solver import cluster_token_weights
@@ -119,9 +111,7 @@ class FisherHooks:
             stats = FisherStats(x.new_zeros(x.shape[1], x.shape[1]), g.new_zeros(()), ())
         stats.input_sum.addmm_((x * weights[:, None]).T, x)
         more = g.T @ g if g.shape[1] <= MAX_FULL_OUTPUTS else g.square().sum(0)
-        self.stats[role] = FisherStats(
-            stats.input_sum, stats.gradient_sum + more, (*stats.token_weights, weights)
-        )
+        self.stats[role] = FisherStats(stats.input_sum, stats.gradient_sum + more, (*stats.token_weights, weights))
 
 
 def head_grad(
@@ -213,14 +203,10 @@ class Profile:
         sizes = raw["sizes"]
         if not any(isinstance(one, dict) for one in sizes.values()):
             sizes = {PROBE_BITS[0]: sizes}
-        return cls(
-            costs, {int(w): {int(size): float(f) for size, f in one.items()} for w, one in sizes.items()}
-        )
+        return cls(costs, {int(w): {int(size): float(f) for size, f in one.items()} for w, one in sizes.items()})
 
 
-def measure_profile(
-    w: Tensor, stats: FisherStats, damping: float, output_damping: float, where: str
-) -> Profile:
+def measure_profile(w: Tensor, stats: FisherStats, damping: float, output_damping: float, where: str) -> Profile:
     """The KL cost of every width for `w` (inputs, columns), from rounding it with GPTQ."""
     tokens = max(1, stats.tokens)
     g = stats.gradient_sum / tokens
@@ -308,9 +294,7 @@ class Measurement:
         if isinstance(raw, dict) and isinstance(raw.get("measurement"), dict):
             return cls(tuple(_exllamav2_candidate_sets(raw["measurement"], model, path)), {})
         if not isinstance(raw, dict) or raw.get("exlm_measurement") not in (1, 2):
-            raise InputError(
-                f"{path}: expected a measurement of exlm or exllamav2's measurement.json, found neither."
-            )
+            raise InputError(f"{path}: expected a measurement of exlm or exllamav2's measurement.json, found neither.")
         wanted = {matrix.role: matrix for matrix in quantized_matrices(model)}
         table = raw.get("matrices")
         if not isinstance(table, dict):
@@ -342,9 +326,7 @@ def _candidates(matrix: Matrix, profile: Profile) -> CandidateSet:
     return tuple(seen.values())
 
 
-def _exllamav2_candidate_sets(
-    table: Mapping[str, Any], model: spec.Model, path: Path
-) -> Iterator[CandidateSet]:
+def _exllamav2_candidate_sets(table: Mapping[str, Any], model: spec.Model, path: Path) -> Iterator[CandidateSet]:
     """The candidates of exllamav2's converter: the attention and the MLP of each layer.
 
     Their cost is the squared relative error of the hidden states, not KL divergence.
@@ -362,9 +344,7 @@ def _exllamav2_candidate_sets(
             yield tuple(_exllamav2_candidate(one, own, model.names, f"{path}: {key}") for one in raw)
 
 
-def _exllamav2_candidate(
-    raw: Mapping[str, Any], own: Sequence[Matrix], names: TensorNames, where: str
-) -> Candidate:
+def _exllamav2_candidate(raw: Mapping[str, Any], own: Sequence[Matrix], names: TensorNames, where: str) -> Candidate:
     experts = {"gate": "w1", "up": "w3", "down": "w2"}
     try:
         recipes = {}

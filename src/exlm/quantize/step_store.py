@@ -191,9 +191,7 @@ def _check_fingerprint(store: StepStore, fingerprint: Mapping[str, Any], changea
     if before is None:
         return
     if not isinstance(before, dict):
-        raise damaged_step(
-            store.folder / FINGERPRINT_FILE, f"expected an object, found {type(before).__name__}"
-        )
+        raise damaged_step(store.folder / FINGERPRINT_FILE, f"expected an object, found {type(before).__name__}")
     now = json.loads(json.dumps(fingerprint))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in changeable]
     if changed:

@@ -213,9 +213,7 @@ class Candidates:
     def original_probs(self, tokens: Tensor) -> Tensor:
         """The probabilities of some tokens (rows, 1) before they were reshaped."""
         p, ids = (self.p, self.ids) if self.original is None else self.original
-        return (
-            p.gather(1, tokens) if ids is None else torch.where(ids == tokens, p, 0.0).sum(-1, keepdim=True)
-        )
+        return p.gather(1, tokens) if ids is None else torch.where(ids == tokens, p, 0.0).sum(-1, keepdim=True)
 
     def select_rows(self, rows: list[int]) -> Candidates:
         """Some of the rows."""
@@ -293,29 +291,21 @@ def log_prob_floor(compiled: CompiledSettings, width: int, mu: float | None) -> 
 
 
 def candidates_above_floor(
-    x: Tensor,
-    compiled_rows: Sequence[CompiledSettings],
-    params: BatchParams,
-    floors: Sequence[float],
-    maxima: Tensor,
+    x: Tensor, compiled_rows: Sequence[CompiledSettings], params: BatchParams, floors: Sequence[float], maxima: Tensor
 ) -> Iterator[tuple[list[int], Candidates]]:
     """The tokens of each row above its floor, rows with similarly many together; for the CPU.
 
     The rows must agree on `floor_needs_total`.
     """
     top = maxima.amax(-1, keepdim=True)
-    total = (
-        params.block_prob_sums(x, top).sum(-1, keepdim=True) if floor_needs_total(compiled_rows[0]) else None
-    )
+    total = params.block_prob_sums(x, top).sum(-1, keepdim=True) if floor_needs_total(compiled_rows[0]) else None
     log_ratios = torch.tensor(floors, dtype=torch.float64).unsqueeze(1)
     min_logit = top - params.logit_distance(log_ratios if total is None else log_ratios + total.log())
     remaining = list(range(len(x)))
     for size in CANDIDATE_COUNTS:
         if not remaining or size * 4 > x.shape[1]:
             break
-        found, complete_rows = _try_top_candidates(
-            size, remaining, x, compiled_rows, maxima, top, min_logit, total
-        )
+        found, complete_rows = _try_top_candidates(size, remaining, x, compiled_rows, maxima, top, min_logit, total)
         if any(complete_rows):
             rows = [row for row, complete in zip(remaining, complete_rows, strict=True) if complete]
             if len(rows) < len(remaining):
@@ -339,9 +329,7 @@ def _try_top_candidates(
     params = batch_params([compiled_rows[row] for row in rows], x.device)
     values, ids = stable_top_k(_select_rows(x, rows), size, _select_rows(maxima, rows))
     min_logit = _select_rows(min_logit, rows)
-    weights = torch.where(
-        values >= min_logit, params.unnormalized_probs(values, _select_rows(top, rows)), 0.0
-    )
+    weights = torch.where(values >= min_logit, params.unnormalized_probs(values, _select_rows(top, rows)), 0.0)
     sums = weights.sum(-1, keepdim=True)
     p = weights / (sums if total is None else _select_rows(total, rows))
     complete = values[:, -1:] < min_logit
@@ -396,16 +384,12 @@ def draw_from_candidates(
 
 def top_tokens_of(p: Tensor, ids: Tensor | None, num_top: int) -> tuple[Tensor, Tensor]:
     """The most probable tokens; float32, so that ties do not depend on how candidates were found."""
-    top_probs, columns = (
-        stable_top_k(p.float(), num_top) if ids is None else stable_sort_descending(p.float())
-    )
+    top_probs, columns = stable_top_k(p.float(), num_top) if ids is None else stable_sort_descending(p.float())
     top_probs, columns = top_probs[:, :num_top], columns[:, :num_top]
     return pad_top_tokens(columns if ids is None else ids.gather(1, columns), top_probs, num_top)
 
 
-def draw_from_full_vocab(
-    x: Tensor, top: Tensor, params: BatchParams, uniforms: Tensor, num_top: int
-) -> DrawnTokens:
+def draw_from_full_vocab(x: Tensor, top: Tensor, params: BatchParams, uniforms: Tensor, num_top: int) -> DrawnTokens:
     """`draw_from_candidates` for rows that exclude nothing, from logits: draws a block, then a column."""
     cumulative = params.block_prob_sums(x, top).cumsum_(-1)
     target_mass = uniforms * BELOW_ONE * cumulative[:, -1:]
@@ -431,9 +415,7 @@ def draw_greedy(x: Tensor, num_top: int) -> tuple[Tensor, DrawnTokens]:
     top, tokens = stable_argmax(x)
     output = DrawnTokens(tokens, torch.ones(len(x), device=x.device))
     if num_top:
-        output.top_tokens, output.top_probs = pad_top_tokens(
-            tokens.unsqueeze(1), output.probs.unsqueeze(1), num_top
-        )
+        output.top_tokens, output.top_probs = pad_top_tokens(tokens.unsqueeze(1), output.probs.unsqueeze(1), num_top)
     return top, output
 
 

@@ -223,9 +223,7 @@ class RowParamsBuilder:
             token_history=self._token_history(compiled, reusable),
         )
 
-    def _token_counts(
-        self, compiled: CompiledSettings, previous: RowParams | None
-    ) -> DeviceTokenCounts | None:
+    def _token_counts(self, compiled: CompiledSettings, previous: RowParams | None) -> DeviceTokenCounts | None:
         rule = compiled.penalty_rule
         if rule is None or rule.decays:
             return None
@@ -234,9 +232,7 @@ class RowParamsBuilder:
             return old
         return DeviceTokenCounts(rule.sustain, self.width, self.device)
 
-    def _token_history(
-        self, compiled: CompiledSettings, previous: RowParams | None
-    ) -> DeviceTokenHistory | None:
+    def _token_history(self, compiled: CompiledSettings, previous: RowParams | None) -> DeviceTokenHistory | None:
         if compiled.dry_rule is None:
             return None
         old = None if previous is None else previous.token_history
@@ -325,8 +321,7 @@ class HistoryWriter:
             self._words[self._rows, self.last_token_offset] = self._tokens
             return
         self._words[self._rows, self.first_offset : self.end_offset] = [
-            each.sync(history, extra, self._size)
-            for each, history in zip(self._lists, self._histories, strict=True)
+            each.sync(history, extra, self._size) for each, history in zip(self._lists, self._histories, strict=True)
         ]
         self._capacity_left = 0
 
@@ -352,11 +347,7 @@ class PenaltyWriter(HistoryWriter):
     )
 
     def __init__(
-        self,
-        headers: RowHeaders,
-        rows: list[int],
-        counts: Sequence[DeviceTokenCounts],
-        histories: list[list[int]],
+        self, headers: RowHeaders, rows: list[int], counts: Sequence[DeviceTokenCounts], histories: list[list[int]]
     ) -> None:
         super().__init__(headers, rows, counts, histories)
         members = list(zip(rows, histories, counts, strict=True))
@@ -420,9 +411,7 @@ class MaskWriter:
 class MuWriter:
     """Writes the addresses of mirostat's targets."""
 
-    def __init__(
-        self, headers: RowHeaders, members: Sequence[tuple[int, StepState]], device: torch.device
-    ) -> None:
+    def __init__(self, headers: RowHeaders, members: Sequence[tuple[int, StepState]], device: torch.device) -> None:
         self._words, self._members, self._device = headers.words, members, device
         row_numbers = [row for row, _ in members]
         self._rows, self._offsets = row_index(row_numbers, headers), np.array(row_numbers) * WORD_BYTES
@@ -521,10 +510,7 @@ class KernelGroup:
         self, requests: Sequence[SamplingRequest], row_params: Sequence[RowParams], builder: RowParamsBuilder
     ) -> None:
         """Create the writers that the rows need."""
-        headers, texts = (
-            RowHeaders(self._headers, len(self._packed)),
-            [state.history for state in self._states],
-        )
+        headers, texts = (RowHeaders(self._headers, len(self._packed)), [state.history for state in self._states])
         counts = {i: params.token_counts for i, params in enumerate(row_params) if params.token_counts}
         histories = {i: params.token_history for i, params in enumerate(row_params) if params.token_history}
         decaying = [
@@ -543,22 +529,13 @@ class KernelGroup:
         self._list_writers: list[HistoryWriter] = []
         if counts:
             rows = [*counts]
-            self._list_writers.append(
-                PenaltyWriter(headers, rows, [*counts.values()], [texts[i] for i in rows])
-            )
+            self._list_writers.append(PenaltyWriter(headers, rows, [*counts.values()], [texts[i] for i in rows]))
         if histories:
             rows = [*histories]
-            self._list_writers.append(
-                HistoryWriter(headers, rows, [*histories.values()], [texts[i] for i in rows])
-            )
+            self._list_writers.append(HistoryWriter(headers, rows, [*histories.values()], [texts[i] for i in rows]))
 
     def launch(
-        self,
-        x: Tensor,
-        kernels: SamplingKernels,
-        staging_ring: StagingRing,
-        has_masks: bool,
-        output: OutputBuffer,
+        self, x: Tensor, kernels: SamplingKernels, staging_ring: StagingRing, has_masks: bool, output: OutputBuffer
     ) -> KernelOutput:
         """Launch the kernels for the rows, on the whole batch's logits; `has_masks` if any row has a mask."""
         positions = list(map(len, self._histories))
@@ -575,9 +552,7 @@ class KernelGroup:
             key = key._replace(edits_logits=True)
         if self._mu_writer is not None:
             self._mu_writer.write(grew_by_one, positions)
-        kernel_output = kernels.draw(
-            x, self._param_table, staging_ring.upload(self._packed, extra), key, output
-        )
+        kernel_output = kernels.draw(x, self._param_table, staging_ring.upload(self._packed, extra), key, output)
         self._after_launch(positions, kernel_output.mus)
         return kernel_output
 
@@ -628,9 +603,7 @@ class GpuBatch:
             if params.mutable_blocked is not None
         ]
         self._biases = {
-            id(params.bias): (params.bias, params.bias_version)
-            for params in row_params
-            if params.bias is not None
+            id(params.bias): (params.bias, params.bias_version) for params in row_params if params.bias is not None
         }
         if not self.all_argmax:
             self._group_by_variant(requests, row_params, builder)
@@ -671,9 +644,7 @@ class GpuBatch:
         masks = VERSION_STAMPS.latest_mask_change
         if masks is not self._mask_stamp:
             self._mask_stamp, self.has_masks = masks, _any_masked(requests)
-        if self.has_masks and (
-            self.all_argmax or any([is_device_mask(request.allowed) for request in requests])
-        ):
+        if self.has_masks and (self.all_argmax or any([is_device_mask(request.allowed) for request in requests])):
             return False
         for request, blocked in self._blocked:
             if tuple(request.blocked) != blocked:
@@ -716,9 +687,7 @@ class GpuSampler:
             self._batch = batch
         return batch
 
-    def launch(
-        self, x: Tensor, batch: GpuBatch
-    ) -> tuple[list[tuple[list[int], DrawnTokens]], HostTokens | None]:
+    def launch(self, x: Tensor, batch: GpuBatch) -> tuple[list[tuple[list[int], DrawnTokens]], HostTokens | None]:
         """The tokens of a batch's groups, each with its batch indices, from logits (rows, width).
 
         They come as one part, and as host tokens too, unless torch samples other rows or several groups have
@@ -731,9 +700,7 @@ class GpuSampler:
                 kernels.greedy(x, output)
                 outputs = []
             else:
-                outputs = [
-                    group.launch(x, kernels, staging_ring, has_masks, output) for group in batch.groups
-                ]
+                outputs = [group.launch(x, kernels, staging_ring, has_masks, output) for group in batch.groups]
             kernels.record_done()
         except BaseException:
             self.reset()  # the device may lack the last upload

@@ -358,9 +358,7 @@ class SamplingKernels:
         per_call_tensors = (*output[:3], mus, candidate_probs, candidate_ids, table, words)
         addresses = (mus.data_ptr(), candidate_probs.data_ptr(), candidate_ids.data_ptr(), *input_addresses)
         plan.draw_launch(x, stride, per_call_tensors, output.addresses + addresses)
-        return KernelOutput(
-            mus, *(top_tokens_of(candidate_probs, candidate_ids, key.num_top) if key.num_top else ())
-        )
+        return KernelOutput(mus, *(top_tokens_of(candidate_probs, candidate_ids, key.num_top) if key.num_top else ()))
 
     def _build_launch_plan(self, key: SamplingLaunchKey) -> SamplingLaunchPlan:
         """Choose the grid, and allocate the memory that the programs share."""

@@ -79,16 +79,12 @@ def apply_edits(x: Tensor, edits: Sequence[LogitsEdits]) -> None:
     if penalized:
         apply_penalties(x, penalized)
     flat = x.view(-1)
-    blocked = [
-        row * width + token for row, edit in enumerate(edits) for token in edit.blocked if 0 <= token < width
-    ]
+    blocked = [row * width + token for row, edit in enumerate(edits) for token in edit.blocked if 0 <= token < width]
     if blocked:
         flat.index_fill_(0, to_device_of(torch.tensor(blocked), x), BLOCKED_LOGIT)
     _add_bias(x, edits)
     dry_penalties = {
-        row * width + token: penalty
-        for row, edit in enumerate(edits)
-        for token, penalty in edit.dry_penalties.items()
+        row * width + token: penalty for row, edit in enumerate(edits) for token, penalty in edit.dry_penalties.items()
     }
     if dry_penalties:
         offsets = torch.tensor([*dry_penalties.values()], dtype=x.dtype)

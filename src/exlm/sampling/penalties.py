@@ -174,9 +174,7 @@ def _penalty_factors(
 ) -> tuple[Tensor, Tensor]:
     """Each token's factor to divide or multiply by, and what to subtract; one factor if the rows agree."""
     same_rule = all(rule is rules[0] for rule in rules)
-    rates = torch.tensor(
-        [(r.repetition, r.frequency, r.presence) for r in (rules[:1] if same_rule else rules)]
-    )
+    rates = torch.tensor([(r.repetition, r.frequency, r.presence) for r in (rules[:1] if same_rule else rules)])
     if not same_rule:
         rates = rates.repeat_interleave(sizes, 0)
     factor, frequency, presence = rates.unbind(1)
@@ -213,14 +211,7 @@ class _SuffixNode:
     are counted, if no truncation came since (`truncation_count`).
     """
 
-    __slots__ = (
-        "children",
-        "end_positions",
-        "next_counts",
-        "num_counted",
-        "num_in_children",
-        "truncation_count",
-    )
+    __slots__ = ("children", "end_positions", "next_counts", "num_counted", "num_in_children", "truncation_count")
 
     def __init__(self, end_positions: list[int]) -> None:
         self.end_positions = end_positions
@@ -300,9 +291,7 @@ class DryIndex:
             children = node.children
         ids.pop()
 
-    def token_penalties(
-        self, rule: DryRule, breaker_ids: Container[int], vocab_size: int
-    ) -> dict[int, float]:
+    def token_penalties(self, rule: DryRule, breaker_ids: Container[int], vocab_size: int) -> dict[int, float]:
         """The tokens that would prolong the longest match of the text's end, and the penalty of each.
 
         A match lies within the rule's search range. Neither it nor the token that follows it is a breaker or
@@ -348,8 +337,4 @@ class DryIndex:
         else:
             positions = longest_node.end_positions
             counts = Counter([ids[at + 1] for at in positions[bisect_left(positions, first) : -1]])
-        return {
-            token: min(penalty * count, MAX_DRY_PENALTY)
-            for token, count in counts.items()
-            if is_allowed(token)
-        }
+        return {token: min(penalty * count, MAX_DRY_PENALTY) for token, count in counts.items() if is_allowed(token)}

@@ -46,9 +46,7 @@ def philox_array(counters: Counters, key: tuple[int, int]) -> Counters:
 
 def uniform(seed: int, position: int, rewind_count: int = 0) -> float:
     """The number in [0, 1) that belongs to a position; 53 bits of it are random."""
-    high, low, _, _ = philox(
-        (position & MASK32, position >> 32 & MASK32, rewind_count & MASK32, 0), key_of(seed)
-    )
+    high, low, _, _ = philox((position & MASK32, position >> 32 & MASK32, rewind_count & MASK32, 0), key_of(seed))
     return _to_unit_interval(high, low)
 
 

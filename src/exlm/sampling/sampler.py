@@ -55,11 +55,7 @@ class Sampler:
     Settings = Settings
 
     def __init__(
-        self,
-        tokenizer: SamplerTokenizer | None = None,
-        vocab_size: int | None = None,
-        *,
-        kernels: bool = True,
+        self, tokenizer: SamplerTokenizer | None = None, vocab_size: int | None = None, *, kernels: bool = True
     ) -> None:
         """A sampler for a model's vocabulary: the ids the tokenizer knows, or the first `vocab_size`.
 
@@ -85,9 +81,7 @@ class Sampler:
             has_kernels = self._has_kernels[device] = gpu_kernels.has_kernels_for(device)
         if requests and has_kernels and self.kernels and logits.dim() == 2:
             with _device_context(device):
-                return self._launch_kernels(
-                    logits.detach() if logits.requires_grad else logits, requests, device
-                )
+                return self._launch_kernels(logits.detach() if logits.requires_grad else logits, requests, device)
         with torch.no_grad():
             if requests and all([request.takes_argmax for request in requests]):
                 top, drawn = draw_greedy(self._checked_logits(logits, len(requests)), 0)
@@ -100,9 +94,7 @@ class Sampler:
         """`launch`, and wait for the tokens."""
         return self.launch(logits, requests).wait()
 
-    def resample(
-        self, x: Tensor, requests: Sequence[SamplingRequest], rows: list[int], num_top: int
-    ) -> DrawnTokens:
+    def resample(self, x: Tensor, requests: Sequence[SamplingRequest], rows: list[int], num_top: int) -> DrawnTokens:
         """Choose again for some rows of a batch, from its logits (rows, vocab) after CFG, with torch."""
         with torch.no_grad():
             return self._sample_with_torch(x[rows], [requests[row] for row in rows], num_top)
@@ -112,11 +104,7 @@ class Sampler:
     ) -> PendingOutput:
         """Launch kernels for the rows that have one, torch for the others."""
         batch = self._gpu_sampler.prepare(requests, self.vocabulary.width(logits.shape[1]), device)
-        x = (
-            self._apply_cfg(logits, requests)
-            if batch.uses_cfg
-            else self._checked_logits(logits, len(requests))
-        )
+        x = self._apply_cfg(logits, requests) if batch.uses_cfg else self._checked_logits(logits, len(requests))
         fallback_groups = self._group_tasks(x, requests, batch.fallback_rows) if batch.fallback_rows else []
         parts, host_tokens = self._gpu_sampler.launch(x, batch)
         parts += [self._sample_group(x, group, batch.num_top) for group in fallback_groups]
@@ -180,20 +168,15 @@ class Sampler:
             return x
         first_rows = torch.tensor([0, *accumulate(sizes[:-1])])
         cfg_rows = torch.tensor([index for index, request in enumerate(requests) if request.uses_cfg])
-        scale = torch.tensor(
-            [[_cfg_scale(request)] for request in requests if request.uses_cfg], dtype=x.dtype
-        )
+        scale = torch.tensor([[_cfg_scale(request)] for request in requests if request.uses_cfg], dtype=x.dtype)
         first_rows, cfg_rows, scale, positive_rows = (
-            part.to(x.device, non_blocking=True)
-            for part in (first_rows, cfg_rows, scale, first_rows[cfg_rows])
+            part.to(x.device, non_blocking=True) for part in (first_rows, cfg_rows, scale, first_rows[cfg_rows])
         )
         mixed = x.index_select(0, first_rows)
         mixed[cfg_rows] = mix_logits(x[positive_rows], x[positive_rows + 1], scale)
         return mixed
 
-    def _sample_group(
-        self, x: Tensor, tasks: list[SamplingTask], num_top: int
-    ) -> tuple[list[int], DrawnTokens]:
+    def _sample_group(self, x: Tensor, tasks: list[SamplingTask], num_top: int) -> tuple[list[int], DrawnTokens]:
         """Draw a token for the rows of one group from the batch's logits; with the rows' batch indices."""
         batch_indices, edits_logits = [task.batch_index for task in tasks], tasks[0].edits_logits
         if len(tasks) < len(x):
@@ -359,9 +342,7 @@ def _search_for(
     return floor, (kind, edited, *needs_sort)
 
 
-def _draw_group(
-    x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, num_top: int
-) -> DrawnTokens:
+def _draw_group(x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, num_top: int) -> DrawnTokens:
     """Draw a token for every row of edited logits (rows, vocab), all of one group, and update the rows'
     states.
 

@@ -148,9 +148,7 @@ class Settings:
     @staticmethod
     def greedy(**kwargs: Any) -> Settings:
         """Settings that take the most probable token, with fields changed as given."""
-        return Settings(
-            **{"temperature": 1.0, "token_repetition_penalty": 1.0, "top_p": 0.0, "top_k": 1} | kwargs
-        )
+        return Settings(**{"temperature": 1.0, "token_repetition_penalty": 1.0, "top_p": 0.0, "top_k": 1} | kwargs)
 
     def clone(self) -> Settings:
         """A copy whose fields may be changed without changing these."""
@@ -174,8 +172,7 @@ class Settings:
             raise InputError(f"token_bias must be None or a tensor of shape (vocab,), found {shape}.")
         if bias is not None and (bias.is_complex() or bias.is_meta or bias.layout is not torch.strided):
             raise InputError(
-                f"token_bias must hold a real number for each token, found {bias.dtype} "
-                f"({bias.layout}, {bias.device})."
+                f"token_bias must hold a real number for each token, found {bias.dtype} ({bias.layout}, {bias.device})."
             )
         hooks = self.post_sampling_hooks or ()  # old scripts write None for none
         if not isinstance(hooks, Collection) or not all(map(callable, hooks)):
@@ -209,9 +206,7 @@ class Settings:
         size, vocab_size = _vocab_size(tokenizer), tokenizer.get_vocab_size()
         if self.token_bias is not None:
             if len(self.token_bias) < vocab_size:
-                raise InputError(
-                    f"token_bias has {len(self.token_bias)} entries, the vocabulary {vocab_size}."
-                )
+                raise InputError(f"token_bias has {len(self.token_bias)} entries, the vocabulary {vocab_size}.")
             padding = self.token_bias.new_zeros(max(0, size - len(self.token_bias)))
             return torch.cat((self.token_bias, padding))
         return torch.full((-(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,), default)
@@ -232,9 +227,7 @@ def _resolve_ids(tokenizer: PieceLookup, tokens: Iterable[int | str], method_nam
     for token in tokens:
         token_id: object = tokenizer.single_id(token) if isinstance(token, str) else token
         if token_id is None and isinstance(token, str):
-            raise InputError(
-                f"{method_name}: no single token is {token!r}; encode it and name its ids instead."
-            )
+            raise InputError(f"{method_name}: no single token is {token!r}; encode it and name its ids instead.")
         if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
             raise InputError(
                 f"Incorrect type in {method_name} list: expected ids or strings, found {token!r} "
@@ -299,9 +292,7 @@ def check_settings(settings: Settings) -> None:
 def compile_settings(settings: Settings) -> CompiledSettings:
     """The settings checked and compiled; the same object for equal settings."""
     check_settings(settings)
-    return _compile(
-        tuple([_normalized(setting, getattr(settings, name)) for name, setting in SETTINGS.items()])
-    )
+    return _compile(tuple([_normalized(setting, getattr(settings, name)) for name, setting in SETTINGS.items()]))
 
 
 @lru_cache(maxsize=1024)

@@ -16,12 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.sampling_layout import (
-    BLOCKED_LOGIT,
-    GREEDY_BELOW_TEMPERATURE,
-    TFS_MIN_PROB,
-    THRESHOLD_TOLERANCE,
-)
+from ..kernels.sampling_layout import BLOCKED_LOGIT, GREEDY_BELOW_TEMPERATURE, TFS_MIN_PROB, THRESHOLD_TOLERANCE
 from ..sampler_chain import STATEFUL_STEPS
 from .candidates import BatchParams, Candidates
 from .request import SamplingRequest
@@ -53,9 +48,7 @@ class StepRows:
         self.device = group.device
         self._group = group
         uses = [step in compiled.steps or step in compiled.logits_steps for compiled in group.compiled]
-        self.active = (
-            None if all(uses) else torch.tensor(uses).unsqueeze(1).to(self.device, non_blocking=True)
-        )
+        self.active = None if all(uses) else torch.tensor(uses).unsqueeze(1).to(self.device, non_blocking=True)
 
     @cached_property
     def state(self) -> Tensor:
@@ -143,9 +136,7 @@ def tfs(c: Candidates, rows: StepRows) -> None:
     curvature = torch.where(has_curvature, (p[:, :-2] - 2.0 * p[:, 1:-1] + p[:, 2:]).abs(), 0.0)
     total = curvature.sum(-1, keepdim=True)
     spent = has_curvature & (curvature.cumsum(-1) <= (rows.params["tfs"] + THRESHOLD_TOLERANCE) * total)
-    tail_start = torch.where(
-        total > TFS_MIN_PROB * THRESHOLD_TOLERANCE, spent.sum(-1, keepdim=True) + 1, count
-    )
+    tail_start = torch.where(total > TFS_MIN_PROB * THRESHOLD_TOLERANCE, spent.sum(-1, keepdim=True) + 1, count)
     c.keep_and_renormalize((p > 0) & (columns < tail_start), rows.active)
 
 
@@ -185,9 +176,7 @@ def dynamic_temperature(c: Candidates, rows: StepRows) -> None:
     count = (c.p > 0).sum(-1, keepdim=True)
     max_entropy = torch.where(count > 1, count.double().log(), 1.0)
     relative_entropy = (entropy / max_entropy).clamp(0.0, 1.0) ** rows.params["temp_exponent"]
-    temperature = (
-        rows.params["min_temp"] + (rows.params["max_temp"] - rows.params["min_temp"]) * relative_entropy
-    )
+    temperature = rows.params["min_temp"] + (rows.params["max_temp"] - rows.params["min_temp"]) * relative_entropy
     _apply_temperature(c, temperature, rows.active)
 
 

@@ -101,13 +101,9 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         """Refuse contradictory numbers."""
         if not 1 <= self.least <= self.most:
-            raise InputError(
-                f"--replicas takes N or LEAST..MOST, from 1 up; found {self.least}..{self.most}."
-            )
+            raise InputError(f"--replicas takes N or LEAST..MOST, from 1 up; found {self.least}..{self.most}.")
         if self.tensor_parallel > 1 and self.gpus and self.gpus != self.tensor_parallel:
-            raise InputError(
-                f"A model shared by {self.tensor_parallel} GPUs needs as many each, found {self.gpus}."
-            )
+            raise InputError(f"A model shared by {self.tensor_parallel} GPUs needs as many each, found {self.gpus}.")
 
     @classmethod
     def from_replicas(cls, replicas: str, **more: Any) -> ClusterConfig:

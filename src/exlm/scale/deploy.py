@@ -35,9 +35,7 @@ class NotReady(ExlmError, RuntimeError):
 class Replica:
     """A loaded model with its server's application."""
 
-    def __init__(
-        self, spec: ModelSpec, config: ServerConfig, tensor_parallel: int = 1, name: str = "replica"
-    ) -> None:
+    def __init__(self, spec: ModelSpec, config: ServerConfig, tensor_parallel: int = 1, name: str = "replica") -> None:
         """Load the model; `name` is the value of the response header `x-exlm-replica`."""
         self._config, self._name = config, name
         self._engine = Engine([spec], partial(load, tensor_parallel=tensor_parallel))
@@ -48,9 +46,7 @@ class Replica:
         self._starting = asyncio.Lock()
         self._started = False
 
-    async def handle(
-        self, request: ReplicaRequest, blocks: Sequence[bytes] = ()
-    ) -> AsyncIterator[list[Message]]:
+    async def handle(self, request: ReplicaRequest, blocks: Sequence[bytes] = ()) -> AsyncIterator[list[Message]]:
         """Answer a request with the ASGI messages of its response, a few at a time.
 
         `blocks` is not used here: the router reads it from the call.

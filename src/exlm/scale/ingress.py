@@ -113,9 +113,7 @@ class Ingress:
     async def _forward(self, scope: Scope, body: bytes, blocks: Sequence[bytes], send: Send) -> None:
         if scope["path"].startswith("/v1/admin/"):
             raise APIError(501, "The models of a cluster change when it is deployed again, not one by one.")
-        request = ReplicaRequest(
-            scope["method"], scope["path"], scope["query_string"], tuple(scope["headers"]), body
-        )
+        request = ReplicaRequest(scope["method"], scope["path"], scope["query_string"], tuple(scope["headers"]), body)
         for _ in range(MAX_ATTEMPTS):
             relay = _ResponseRelay(send)
             try:

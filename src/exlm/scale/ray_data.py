@@ -122,9 +122,7 @@ def _table_lines(path: Path) -> Iterator[bytes]:
 
     with parquet.ParquetFile(path) as file:
         if missing := [name for name in ("custom_id", "url", "body") if name not in file.schema_arrow.names]:
-            raise InputError(
-                f"{path.name} has no column {missing[0]!r}: a request has custom_id, url and body."
-            )
+            raise InputError(f"{path.name} has no column {missing[0]!r}: a request has custom_id, url and body.")
         for batch in file.iter_batches(batch_size=TABLE_ROWS):
             for row in batch.to_pylist():
                 if isinstance(row["body"], str):
@@ -158,10 +156,7 @@ def _write_table(path: Path, journal: Journal, rows: Rows) -> None:
             answers = [json.loads(journal.answer(i)) for i in range(start, min(start + TABLE_ROWS, count))]
             columns = [
                 [answer["custom_id"] for answer in answers],
-                *(
-                    [answer[name] and json.dumps(answer[name]) for answer in answers]
-                    for name in schema.names[1:]
-                ),
+                *([answer[name] and json.dumps(answer[name]) for answer in answers] for name in schema.names[1:]),
             ]
             file.write_table(pyarrow.table(columns, schema=schema))
 
@@ -247,9 +242,7 @@ def run_rows_on_ray(
             on_progress(progress)
     except ray.exceptions.RayError as error:
         last = str(error).strip().splitlines()[-1]
-        raise WorkerLost(
-            f"The actors of the batch failed: {last}. What is done is safe in the journal."
-        ) from None
+        raise WorkerLost(f"The actors of the batch failed: {last}. What is done is safe in the journal.") from None
     return progress
 
 

@@ -16,8 +16,7 @@ try:
     import uvicorn  # noqa: F401
 except ImportError as error:
     raise MissingExtra(
-        f"The server, and batches, which are in its words, need further packages ({error}): "
-        "pip install 'exlm[server]'"
+        f"The server, and batches, which are in its words, need further packages ({error}): pip install 'exlm[server]'"
     ) from None
 
 from .app import Options, create_app

@@ -46,8 +46,7 @@ from .schema import (
 
 WEB_FOLDER = Path(__file__).with_name("web")
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorReply}
-    for status in (400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 431, 500, 501, 503)
+    status: {"model": ErrorReply} for status in (400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 431, 500, 501, 503)
 }
 STATIC_CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -166,9 +165,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def send_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         api_error = APIError(error.status_code, str(error.detail), headers=error.headers or {})
-        return await send_error(
-            request, _routing_error(request) if error.status_code in (404, 405) else api_error
-        )
+        return await send_error(request, _routing_error(request) if error.status_code in (404, 405) else api_error)
 
     async def send_nothing(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -195,10 +192,7 @@ def _add_generation_routes(app: FastAPI, handlers: RequestHandlers) -> None:
         )
 
     @app.post(
-        "/v1/embeddings",
-        response_model=ErrorReply,
-        status_code=501,
-        openapi_extra=request_body_of(EmbeddingsRequest),
+        "/v1/embeddings", response_model=ErrorReply, status_code=501, openapi_extra=request_body_of(EmbeddingsRequest)
     )
     async def embed(request: Request) -> Response:
         """Always refused: the models served here generate text."""
@@ -249,9 +243,7 @@ def _add_model_routes(app: FastAPI, engine: Engine) -> None:
         await asyncio.shield(engine.load(body.model))
         return JsonResponse(card(body.model))
 
-    @app.post(
-        "/v1/admin/models/unload", response_model=ModelCard, openapi_extra=request_body_of(ModelRequest)
-    )
+    @app.post("/v1/admin/models/unload", response_model=ModelCard, openapi_extra=request_body_of(ModelRequest))
     async def unload(request: Request) -> Response:
         """Unload a registered model once its requests are answered, or out of time; for admins."""
         body = await parse_body(request, ModelRequest)
@@ -298,11 +290,7 @@ def _add_docs_page(app: FastAPI) -> None:
 def _routing_error(request: Request) -> APIError:
     """404, or 405 with the methods that the path allows: the files mounted at `/` match every path."""
     path, routes = request.url.path, request.app.routes
-    matching = [
-        route
-        for route in routes
-        if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE
-    ]
+    matching = [route for route in routes if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE]
     methods = sorted({method for route in matching for method in route.methods or ()})
     if not methods or request.method in methods:
         return APIError(404, f"There is no {path[:200]} here; /docs lists what there is.")

@@ -68,9 +68,7 @@ class JsonLimits:
                     raise _too_large(f"{what} has more than {self.values:,} values.")
                 if _has_long_number(outside):
                     digits = len(LONG_NUMBER)
-                    raise APIError(
-                        400, f"{what} has a number of {digits} digits or more.", code="invalid_json"
-                    )
+                    raise APIError(400, f"{what} has a number of {digits} digits or more.", code="invalid_json")
 
 
 class LargeBodyThread:
@@ -91,9 +89,7 @@ class LargeBodyThread:
 class RequestBody:
     """The body of one request: received within limits, then parsed once, which frees its bytes."""
 
-    def __init__(
-        self, receive: Receive, memory: BodyMemoryLimiter, limits: Limits, thread: LargeBodyThread
-    ) -> None:
+    def __init__(self, receive: Receive, memory: BodyMemoryLimiter, limits: Limits, thread: LargeBodyThread) -> None:
         self.caller = ""
         """The client whose share of the memory for bodies this body takes."""
         self.raw = bytearray()

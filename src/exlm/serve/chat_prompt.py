@@ -20,16 +20,7 @@ from .schema import AssistantMessage, ChatRequest, Content, Message, NamedTool, 
 from .tool_formats import HERMES, ToolFormat, call_schema, detect_tool_format, supports_tools
 
 RESERVED_VARIABLES = frozenset(
-    (
-        "messages",
-        "add_generation_prompt",
-        "tools",
-        "documents",
-        "tokenize",
-        "add_bos",
-        "chat_template",
-        "self",
-    )
+    ("messages", "add_generation_prompt", "tools", "documents", "tokenize", "add_bos", "chat_template", "self")
 )
 """Variables that every template is given, and parameters of the function that renders it."""
 
@@ -86,9 +77,7 @@ def render_chat(request: ChatRequest, tokenizer: Tokenizer, name: str = "The mod
 def _render_chat(request: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
     variables = request.chat_template_kwargs or {}
     if taken := sorted(RESERVED_VARIABLES & variables.keys()):
-        raise APIError(
-            422, f"chat_template_kwargs may not hold {', '.join(taken)}.", param="chat_template_kwargs"
-        )
+        raise APIError(422, f"chat_template_kwargs may not hold {', '.join(taken)}.", param="chat_template_kwargs")
     ARGUMENTS_LIMITS.check(*_call_arguments(request.messages), what="What earlier calls have as arguments")
     tools = _callable_tools(request)
     source = tokenizer.chat_templates.choose(None, tools is not None).source
@@ -162,18 +151,13 @@ def _callable_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     if isinstance(choice, NamedTool):
         chosen = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
         if not chosen:
-            raise APIError(
-                422, f"tool_choice: no tool is called {choice.function.name!r}.", param="tool_choice"
-            )
+            raise APIError(422, f"tool_choice: no tool is called {choice.function.name!r}.", param="tool_choice")
         return chosen
     return tools
 
 
 def _render_with_tool_instructions(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]],
-    variables: Mapping[str, Any],
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
     """Render with a template that ignores tools.
 

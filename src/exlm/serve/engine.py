@@ -225,9 +225,7 @@ class RequestStream:
 
     def token_counts(self) -> tuple[int, int, int]:
         """Tokens so far: of prompts whose prefill has started, of those found in the cache, and generated."""
-        prompts = [
-            job for job in self._jobs[:: self._request.n] if job.metrics.prefill_started_at is not None
-        ]
+        prompts = [job for job in self._jobs[:: self._request.n] if job.metrics.prefill_started_at is not None]
         return (
             sum(job.prompt_tokens for job in prompts),
             sum(job.cached_tokens for job in prompts),
@@ -313,9 +311,7 @@ class Engine:
         if name in self.specs:
             raise APIError(503, f"{name} is not loaded; an admin can load it.", code="model_not_loaded")
         known = ", ".join(self.specs)
-        raise APIError(
-            404, f"No model is called {name!r}; there are: {known}.", param="model", code="model_not_found"
-        )
+        raise APIError(404, f"No model is called {name!r}; there are: {known}.", param="model", code="model_not_found")
 
     async def load(self, name: str) -> None:
         """Load a registered model; does nothing if it is loaded."""

@@ -128,9 +128,7 @@ def tokenize_limit(context: int) -> int:
     return max(context, MIN_TOKENIZE_LIMIT)
 
 
-def check_token_count(
-    text: str, tokenizer: Tokenizer, max_tokens: int, special: bool, refusal: APIError
-) -> None:
+def check_token_count(text: str, tokenizer: Tokenizer, max_tokens: int, special: bool, refusal: APIError) -> None:
     """Raise `refusal` if a text certainly has more than `max_tokens` tokens.
 
     `special`: special tokens in the text count as such. A text that passes has at most a quarter more than
@@ -147,9 +145,7 @@ def check_token_count(
             raise refusal
 
 
-def encode_prompt(
-    text: str, model: ModelInfo, what: str, *, special: bool = True, bos: bool = False
-) -> torch.Tensor:
+def encode_prompt(text: str, model: ModelInfo, what: str, *, special: bool = True, bos: bool = False) -> torch.Tensor:
     """The ids (1, n) of a prompt; `what` names it in an error."""
     refusal = _context_exceeded(
         f"The {what} has more tokens than the context, which has {model.max_seq_len}: shorten it."
@@ -227,12 +223,7 @@ def sampling_settings(request: BaseRequest, model: ModelInfo, limits: Limits) ->
 
 
 def shared_arguments(
-    request: BaseRequest,
-    model: ModelInfo,
-    limits: Limits,
-    salt: str,
-    filters: list[Filter],
-    top_logprobs: int | None,
+    request: BaseRequest, model: ModelInfo, limits: Limits, salt: str, filters: list[Filter], top_logprobs: int | None
 ) -> dict[str, Any]:
     """The arguments that all jobs of a request have in common."""
     if request.speculative and not model.has_draft:
@@ -270,9 +261,7 @@ def sequence_arguments(
     if max_tokens == DISABLED:
         max_tokens = min(left, limits.tokens or left)
     if max_tokens is not None and limits.tokens is not None and max_tokens > limits.tokens:
-        raise APIError(
-            422, f"max_tokens is {max_tokens}; the server allows {limits.tokens}.", param="max_tokens"
-        )
+        raise APIError(422, f"max_tokens is {max_tokens}; the server allows {limits.tokens}.", param="max_tokens")
     if max_tokens is not None and max_tokens > left:
         raise APIError(
             400,
@@ -287,14 +276,10 @@ def sequence_arguments(
     return {"input_ids": input_ids, "max_new_tokens": new, "seed": seed}
 
 
-def output_filters(
-    request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, limits: Limits
-) -> list[Filter]:
+def output_filters(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, limits: Limits) -> list[Filter]:
     """The filter for a regex, grammar or response format; a request may have one of them. Compiles it."""
     format = request.response_format
-    given = [
-        name for name, value in (("regex", request.regex), ("grammar", request.grammar)) if value is not None
-    ]
+    given = [name for name, value in (("regex", request.regex), ("grammar", request.grammar)) if value is not None]
     if isinstance(format, JsonObjectFormat | JsonSchemaFormat):
         given.append("response_format")
     if len(given) > 1:
@@ -333,17 +318,13 @@ def schema_filter(tokenizer: Tokenizer, schema: dict[str, Any], limits: Limits) 
 
 def _check_grammar_size(source: str, limits: Limits) -> None:
     if len(source) > limits.grammar:
-        raise APIError(
-            422, f"A schema, regex or grammar may have {limits.grammar} characters; found {len(source)}."
-        )
+        raise APIError(422, f"A schema, regex or grammar may have {limits.grammar} characters; found {len(source)}.")
 
 
 def check_choice_count(request: BaseRequest, count: int, limits: Limits) -> None:
     """Refuse too many texts, and too many stop and banned strings for that many texts."""
     if count > limits.choices:
-        raise APIError(
-            422, f"The request asks for {count} texts; at most {limits.choices} at a time.", param="n"
-        )
+        raise APIError(422, f"The request asks for {count} texts; at most {limits.choices} at a time.", param="n")
     found = sum(map(len, [*_stop_strings(request), *request.banned_strings]))
     if found * count > MAX_STRING_CHARS:
         raise APIError(
@@ -366,8 +347,7 @@ def _loras(request: BaseRequest, model: ModelInfo) -> list[Any]:
         known = ", ".join(sorted(model.loras)) or "none"
         raise APIError(404, f"No adapter is called {unknown[0]!r}; there are: {known}.", param="lora")
     return [
-        model.loras[name] if strength is None else (model.loras[name], strength)
-        for name, strength in named.items()
+        model.loras[name] if strength is None else (model.loras[name], strength) for name, strength in named.items()
     ]
 
 
@@ -387,9 +367,7 @@ def _bias_tensor(logit_bias: Mapping[str, float], vocab_size: int) -> torch.Tens
     bias = torch.zeros(vocab_size)
     for key, value in logit_bias.items():
         if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
-            raise APIError(
-                422, f"logit_bias: {key[:40]!r} is no token id below {vocab_size}.", param="logit_bias"
-            )
+            raise APIError(422, f"logit_bias: {key[:40]!r} is no token id below {vocab_size}.", param="logit_bias")
         bias[int(key)] = value
     return bias
 

@@ -28,25 +28,12 @@ from .chat_prompt import render_chat
 from .dialects import Endpoint, ResponseWriter
 from .engine import Engine, LoadedModel, RequestStream
 from .errors import APIError
-from .generation import (
-    GenerationRequest,
-    check_token_count,
-    check_token_ids,
-    needs_grammar,
-    tokenize_limit,
-)
+from .generation import GenerationRequest, check_token_count, check_token_ids, needs_grammar, tokenize_limit
 from .limits import ConcurrencyLimiter, Limits
 from .middleware import Caller
 from .monitoring import Metrics
 from .responses import KEEP_ALIVE_SECONDS, EventStreamResponse, JsonResponse, cancel_on_disconnect
-from .schema import (
-    BaseRequest,
-    ChatRequest,
-    DetokenizeReply,
-    DetokenizeRequest,
-    TokenizeReply,
-    TokenizeRequest,
-)
+from .schema import BaseRequest, ChatRequest, DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -73,12 +60,7 @@ class RequestHandlers:
     """Handles requests within the server's limits."""
 
     def __init__(
-        self,
-        engine: Engine,
-        limits: Limits,
-        metrics: Metrics,
-        large_bodies: LargeBodyThread,
-        shared: bool = False,
+        self, engine: Engine, limits: Limits, metrics: Metrics, large_bodies: LargeBodyThread, shared: bool = False
     ) -> None:
         """`shared`: several callers share the limits fairly. `large_bodies` is closed by its owner."""
         self.engine, self.limits, self.metrics, self.large_bodies = engine, limits, metrics, large_bodies
@@ -131,9 +113,7 @@ class RequestHandlers:
 
         def work() -> str:
             if (found := len(body.tokens)) > (limit := tokenize_limit(model.max_seq_len)):
-                raise APIError(
-                    422, f"At most {limit} tokens are taken at a time, found {found}.", param="tokens"
-                )
+                raise APIError(422, f"At most {limit} tokens are taken at a time, found {found}.", param="tokens")
             check_token_ids(body.tokens, model.vocab_size, "tokens")
             if not body.decode_special_tokens:
                 return str(model.tokenizer.decode(torch.tensor(body.tokens, dtype=torch.long)))
@@ -148,9 +128,7 @@ class RequestHandlers:
         with ExitStack() as stack:
             stack.enter_context(self.limiter.slot(salt))
             stack.enter_context(model.request_in_flight())
-            prepared = await cancel_on_disconnect(
-                self._prepare(request, body, endpoint, model, salt), request.receive
-            )
+            prepared = await cancel_on_disconnect(self._prepare(request, body, endpoint, model, salt), request.receive)
             writer = endpoint.writer(prepared, None, None)
             stream = stack.enter_context(closing(model.submit(prepared)))
             stack.callback(lambda: self.metrics.observe_request(writer, stream.token_counts()))

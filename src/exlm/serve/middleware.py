@@ -110,18 +110,14 @@ class RequestMiddleware:
             except APIError as error:
                 if error.headers.get("Connection") != "close" and _closes_connection(scope, headers):
                     await body.discard_rest()
-                await JsonResponse(error.body, error.status, headers=error.headers)(
-                    scope, receive, counted_send
-                )
+                await JsonResponse(error.body, error.status, headers=error.headers)(scope, receive, counted_send)
                 return
             await self.app(scope, receive, counted_send)  # all that `receive` can still give is a disconnect
         finally:
             body.release()
 
     def _check_headers(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-        if b"transfer-encoding" in headers and (
-            b"content-length" in headers or scope.get("http_version") == "1.0"
-        ):
+        if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") == "1.0"):
             # Request smuggling: a proxy that disagrees about where the body ends takes its rest for another
             # request (RFC 9112, 6.1).
             raise APIError(
@@ -153,9 +149,7 @@ class RequestMiddleware:
                 401,
                 "This needs an API key: send it as `Authorization: Bearer KEY`.",
                 code="invalid_api_key",
-                headers={
-                    "WWW-Authenticate": "Bearer" if is_api else 'Basic realm="exlm, the key is the password"'
-                },
+                headers={"WWW-Authenticate": "Bearer" if is_api else 'Basic realm="exlm, the key is the password"'},
             )
         scope.setdefault("state", {})["caller"] = caller
         return caller.salt

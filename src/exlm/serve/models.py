@@ -6,16 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from exlm import (
-    CACHES,
-    CacheBase,
-    Config,
-    InputError,
-    Lora,
-    Model,
-    Tokenizer,
-    find_model,
-)
+from exlm import CACHES, CacheBase, Config, InputError, Lora, Model, Tokenizer, find_model
 
 DEFAULT_MAX_SEQ_LEN = 8192
 ALL_MEMORY_GB = 1 << 19
@@ -66,9 +57,7 @@ def load(spec: ModelSpec, progress: bool = False, tensor_parallel: int = 1) -> G
     if spec.cache_type not in CACHES:
         raise InputError(f"The cache type must be one of {', '.join(CACHES)}, found {spec.cache_type!r}.")
     if tensor_parallel > 1 and spec.draft not in (None, "ngram"):
-        raise InputError(
-            f"A model shared by several GPUs takes no draft model but ngram, found {spec.draft!r}."
-        )
+        raise InputError(f"A model shared by several GPUs takes no draft model but ngram, found {spec.draft!r}.")
     config = _config(spec, spec.path, spec.max_seq_len, progress)
     tokenizer = Tokenizer(config)
     cache_tokens = spec.cache_tokens or 4 * config.max_seq_len
@@ -79,9 +68,7 @@ def load(spec: ModelSpec, progress: bool = False, tensor_parallel: int = 1) -> G
     elif spec.draft is not None:
         draft_config = _config(spec, spec.draft, config.max_seq_len, progress)
         tokenizer.check_draft(draft_config)
-        options["draft_model"], options["draft_cache"] = _model_and_cache(
-            draft_config, spec, cache_tokens, progress
-        )
+        options["draft_model"], options["draft_cache"] = _model_and_cache(draft_config, spec, cache_tokens, progress)
     if tensor_parallel > 1:
         model = Model(config)
         model.load_tp([ALL_MEMORY_GB] * tensor_parallel)
@@ -99,9 +86,7 @@ def _config(spec: ModelSpec, path: str | None, max_seq_len: int | None, progress
     return config
 
 
-def _model_and_cache(
-    config: Config, spec: ModelSpec, cache_tokens: int, progress: bool
-) -> tuple[Model, CacheBase]:
+def _model_and_cache(config: Config, spec: ModelSpec, cache_tokens: int, progress: bool) -> tuple[Model, CacheBase]:
     model = Model(config)
     cache = CACHES[spec.cache_type](model, max_seq_len=cache_tokens, lazy=True)
     model.load_autosplit(cache, progress=progress)

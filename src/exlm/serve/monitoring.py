@@ -50,9 +50,7 @@ class Metrics:
             registry=self.registry,
         )
         self.unfinished = Counter(
-            "exlm_cut_answers",
-            "Answers without an end: the client left, or the job failed",
-            registry=self.registry,
+            "exlm_cut_answers", "Answers without an end: the client left, or the job failed", registry=self.registry
         )
         self.seconds = Histogram(
             "exlm_request_seconds",
@@ -140,9 +138,7 @@ def _job_state(job: Job) -> dict[str, Any]:
         "max_new_tokens": job.max_new_tokens,
         "pages": sorted({page for sequence in job.sequences for page in sequence.pages if page >= 0}),
         "queue_seconds": round(job.metrics.queue_seconds, 3),
-        "seconds": round(
-            job.metrics.queue_seconds + job.metrics.prefill_seconds + job.metrics.generate_seconds, 3
-        ),
+        "seconds": round(job.metrics.queue_seconds + job.metrics.prefill_seconds + job.metrics.generate_seconds, 3),
     }
 
 

@@ -33,14 +33,7 @@ from .generation import (
     wants_usage,
 )
 from .limits import Limits
-from .output_parser import (
-    ContentDelta,
-    OutputParser,
-    ReasoningDelta,
-    ResponseEvent,
-    ToolCallArgsDelta,
-    ToolCallStart,
-)
+from .output_parser import ContentDelta, OutputParser, ReasoningDelta, ResponseEvent, ToolCallArgsDelta, ToolCallStart
 from .responses import DONE, EVENT_STREAM, KEEP_ALIVE, sse_event
 from .schema import (
     BaseRequest,
@@ -85,11 +78,7 @@ def chat_generation_request(
     if chat.forced_call_schema is not None:
         filters = [schema_filter(model.tokenizer, chat.forced_call_schema, limits)]
     elif chat.tool_format is not None and chat.optional_call_schema is not None and filters:
-        filters = [
-            answer_or_call_filter(
-                request, chat.optional_call_schema, chat.tool_format, model.tokenizer, limits
-            )
-        ]
+        filters = [answer_or_call_filter(request, chat.optional_call_schema, chat.tool_format, model.tokenizer, limits)]
     input_ids = [encode_prompt(chat.text, model, "conversation"), *encode_negative_prompt(request, model)]
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     shared = shared_arguments(request, model, limits, salt, filters, top_logprobs)
@@ -138,9 +127,7 @@ def completion_generation_request(
     )
 
 
-def to_generation_request(
-    request: BaseRequest, model: ModelInfo, limits: Limits, salt: str = ""
-) -> GenerationRequest:
+def to_generation_request(request: BaseRequest, model: ModelInfo, limits: Limits, salt: str = "") -> GenerationRequest:
     """The generation request of a chat or a completion; `salt` keeps callers' prefix caches apart."""
     if isinstance(request, ChatRequest):
         return chat_generation_request(request, model, limits, salt)
@@ -180,9 +167,7 @@ class _Writer:
     KEEP_ALIVE: ClassVar[bytes] = KEEP_ALIVE
     ID_PREFIX: ClassVar[str]
 
-    def __init__(
-        self, request: GenerationRequest, unique_id: str | None = None, created: int | None = None
-    ) -> None:
+    def __init__(self, request: GenerationRequest, unique_id: str | None = None, created: int | None = None) -> None:
         """A random id and the current time are used unless given."""
         self.request = request
         self.id = self.ID_PREFIX + (unique_id or uuid.uuid4().hex)
@@ -388,10 +373,7 @@ class _ChatChoiceState:
 
     def body(self) -> ChatChoice:
         content, reasoning = "".join(self._content), "".join(self._reasoning)
-        message: ChatMessage = {
-            "role": "assistant",
-            "content": content if content or not self._tool_calls else None,
-        }
+        message: ChatMessage = {"role": "assistant", "content": content if content or not self._tool_calls else None}
         if reasoning:
             message["reasoning_content"] = reasoning
         if self._tool_calls:
@@ -422,12 +404,7 @@ class _ChatChoiceState:
                     {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
                 )
                 function: FunctionDelta = {"name": name, "arguments": ""}
-                call: ToolCallDelta = {
-                    "index": index,
-                    "id": call_id,
-                    "type": "function",
-                    "function": function,
-                }
+                call: ToolCallDelta = {"index": index, "id": call_id, "type": "function", "function": function}
                 return {"tool_calls": [call]}
             case ToolCallArgsDelta(index, text):
                 self._tool_calls[index]["function"]["arguments"] += text

@@ -102,9 +102,7 @@ def docs_page(description: Mapping[str, Any]) -> str:
 
 
 def _route_section(method: str, path: str, route: Mapping[str, Any]) -> str:
-    section = (
-        f"<h2><code>{method.upper()} {escape(path)}</code></h2>\n<p>{escape(route['description'])}</p>\n"
-    )
+    section = f"<h2><code>{method.upper()} {escape(path)}</code></h2>\n<p>{escape(route['description'])}</p>\n"
     kinds = [("takes", route.get("requestBody", {}))]
     kinds += [("gives", reply) for status, reply in route["responses"].items() if status.startswith("2")]
     for word, one in kinds:
@@ -135,9 +133,7 @@ def _type_html(kind: Mapping[str, Any]) -> str:
     if "contentSchema" in kind:
         return _type_html(kind["contentSchema"])
     if "enum" in kind or "const" in kind:
-        return " or ".join(
-            f"<code>{escape(str(one))}</code>" for one in kind.get("enum", [kind.get("const")])
-        )
+        return " or ".join(f"<code>{escape(str(one))}</code>" for one in kind.get("enum", [kind.get("const")]))
     if kind.get("type") == "array":
         return _bounded(f"a list of {_type_html(kind.get('items', {}))}", kind)
     if "data" in kind.get("properties", {}):

@@ -47,9 +47,7 @@ class JsonResponse(Response):
 class EventStreamResponse(Response):
     """A stream that ends with its iterator or when the client disconnects; it then calls `close`."""
 
-    def __init__(
-        self, events: AsyncIterator[bytes], close: Callable[[], None], media_type: str = EVENT_STREAM
-    ) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], media_type: str = EVENT_STREAM) -> None:
         self.status_code, self.background = 200, None
         self.media_type = media_type
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})

@@ -59,9 +59,7 @@ class MaxItems:
     def _check_count(self, given: Any) -> Any:
         if isinstance(given, list | dict) and len(given) > self.items:
             raise PydanticCustomError(
-                "too_long",
-                "At most {most} items are taken, found {found}",
-                {"most": self.items, "found": len(given)},
+                "too_long", "At most {most} items are taken, found {found}", {"most": self.items, "found": len(given)}
             )
         return given
 
@@ -113,8 +111,7 @@ TokenSet = Annotated[list[TokenId | ShortText], MaxItems(256)]
 TopK = Annotated[int, Field(ge=DISABLED, le=INT32_MAX), AfterValidator(lambda count: max(count, 0))]
 NewTokens = Literal[-1] | Annotated[int, Field(ge=1, le=INT32_MAX)]
 Seed = Annotated[
-    Annotated[int, Field(ge=-(2**63), lt=2**63)] | None,
-    AfterValidator(lambda seed: None if seed == DISABLED else seed),
+    Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, AfterValidator(lambda seed: None if seed == DISABLED else seed)
 ]
 
 
@@ -140,16 +137,7 @@ NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 accepted, because some clients send every field they know."""
 
 MESSAGE_NULLS = frozenset(
-    (
-        "annotations",
-        "audio",
-        "function_call",
-        "name",
-        "reasoning_content",
-        "refusal",
-        "tool_call_id",
-        "tool_calls",
-    )
+    ("annotations", "audio", "function_call", "name", "reasoning_content", "refusal", "tool_call_id", "tool_calls")
 )
 """Fields that some kind of message has: clients with one class for all of them send the others as null."""
 PART_NULLS = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
@@ -237,9 +225,7 @@ class BaseRequest(Sampling):
     token_healing: bool = False
     skip_special_tokens: bool = True
     speculative: bool | None = None
-    lora: (
-        Name | Annotated[list[Name], MaxItems(16)] | Annotated[dict[str, LoraScale], MaxItems(16)] | None
-    ) = None
+    lora: Name | Annotated[list[Name], MaxItems(16)] | Annotated[dict[str, LoraScale], MaxItems(16)] | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None

@@ -121,9 +121,7 @@ class Connection(H11Protocol):
     def _on_header_timeout(self) -> None:
         """Answer 408 if the client has sent part of a request, and close."""
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._write_error(
-                "408 Request Timeout", APIError(408, f"The headers took longer than {self._seconds} s.")
-            )
+            self._write_error("408 Request Timeout", APIError(408, f"The headers took longer than {self._seconds} s."))
         self.transport.close()
 
     def _write_error(self, status: str, error: APIError) -> None:
@@ -184,9 +182,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        previous = {
-            number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
@@ -209,9 +205,7 @@ def listen(host: str, port: int) -> socket.socket:
         opened.bind(address)
         opened.listen(1024)
     except OSError as error:
-        raise InputError(
-            f"Cannot listen on {host} port {port}: {error}. Choose another --host or --port."
-        ) from None
+        raise InputError(f"Cannot listen on {host} port {port}: {error}. Choose another --host or --port.") from None
     return opened
 
 

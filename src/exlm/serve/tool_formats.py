@@ -105,9 +105,7 @@ def answer_or_call_grammar(
     def marker(text: str) -> str:
         return f"<[{special[text]}]>" if text in special else json.dumps(text)
 
-    if (
-        tool_format.bare_json
-    ):  # both begin with `{`, and a grammar can have only one JSON schema at a position
+    if tool_format.bare_json:  # both begin with `{`, and a grammar can have only one JSON schema at a position
         schemas = [{"$id": "exlm:/answer", **answer}, {**call}]
         for schema in schemas:
             schema.pop("x-guidance", None)

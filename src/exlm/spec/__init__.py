@@ -7,15 +7,7 @@ it. This package imports only the standard library, and every package may import
 
 from .layers import Activation, Attention, Layer, Mlp, Moe, Norm, QkNorm
 from .model import Embed, Head, Model
-from .rope import (
-    DynamicNtkScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    Rope,
-    RopeScaling,
-    YarnScaling,
-)
+from .rope import DynamicNtkScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, RopeScaling, YarnScaling
 from .tensor_names import KeyRename, TensorLocation, TensorNames
 
 __all__ = [

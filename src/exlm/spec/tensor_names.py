@@ -44,9 +44,7 @@ class TensorLocation:
         """This location with the layer and the expert filled in."""
         key = self.key.replace("{i}", str(layer)).replace("{e}", str(expert))
         expert_rows = (
-            (expert * self.rows_per_expert, (expert + 1) * self.rows_per_expert)
-            if self.rows_per_expert
-            else None
+            (expert * self.rows_per_expert, (expert + 1) * self.rows_per_expert) if self.rows_per_expert else None
         )
         return replace(self, key=key, expert_rows=expert_rows)
 

@@ -68,9 +68,7 @@ class PromptFormat:
         """The Jinja template; every prompt it renders ends where the assistant's next message begins."""
         system = "raise_exception('This chat format has no place for a system message.')"
         if self.system is not None:
-            system = (
-                f"{_jinja_string(self.system[0])} + messages[0].content + {_jinja_string(self.system[1])}"
-            )
+            system = f"{_jinja_string(self.system[0])} + messages[0].content + {_jinja_string(self.system[1])}"
         return (
             f"{{{{- {_jinja_string(self.prefix)} -}}}}"
             "{%- set turns = messages -%}"
@@ -133,10 +131,7 @@ class ChatTemplates:
             read_json_object(path / "chat_template.json") or {}, str(path / "chat_template.json")
         )
         found |= _templates_from_config(folder.config or {}, str(path / "tokenizer_config.json"))
-        for file in [
-            *sorted((path / "additional_chat_templates").glob("*.jinja")),
-            path / "chat_template.jinja",
-        ]:
+        for file in [*sorted((path / "additional_chat_templates").glob("*.jinja")), path / "chat_template.jinja"]:
             source = read_text(file)
             if source is not None:
                 found[DEFAULT_NAME if file.parent == path else file.stem] = ChatTemplate(source, str(file))
@@ -163,9 +158,7 @@ class ChatTemplates:
                     f"the chat format {name_or_source}",
                     PROMPT_FORMATS[name_or_source],
                 )
-            return self.templates.get(name_or_source) or ChatTemplate(
-                name_or_source, "the given chat_template"
-            )
+            return self.templates.get(name_or_source) or ChatTemplate(name_or_source, "the given chat_template")
         if with_tools and TOOL_USE_NAME in self.templates:
             return self.templates[TOOL_USE_NAME]
         if self.default is not None:
@@ -235,15 +228,11 @@ def _templates_from_config(config: Mapping[str, Any], path: str) -> dict[str, Ch
     else:
         raise TokenizerError(f"{path}: chat_template should be a string or a list of named templates.")
     if not all(isinstance(name, str) and isinstance(source, str) for name, source in pairs):
-        raise TokenizerError(
-            f"{path}: every entry of chat_template needs a `name` and a `template`, both strings."
-        )
+        raise TokenizerError(f"{path}: every entry of chat_template needs a `name` and a `template`, both strings.")
     return {name: ChatTemplate(source, path) for name, source in pairs}
 
 
-def adapt_content_format(
-    messages: Messages, source: str, origin: str, render: Callable[[Messages], str]
-) -> Messages:
+def adapt_content_format(messages: Messages, source: str, origin: str, render: Callable[[Messages], str]) -> Messages:
     """The messages with their contents as the template reads them: as strings or as content parts.
 
     Where no probe renders, the template's format is unknown and the messages are returned unchanged.
@@ -367,10 +356,7 @@ PROMPT_FORMATS: Mapping[str, PromptFormat] = MappingProxyType(
             user=("<|user|>\n", "</s>\n<|assistant|>\n"),
             stop_strings=("<|user|>", "</s>"),
         ),
-        "deepseek": PromptFormat(
-            user=("### Instruction:\n", "\n### Response:\n"),
-            stop_strings=("### Instruction",),
-        ),
+        "deepseek": PromptFormat(user=("### Instruction:\n", "\n### Response:\n"), stop_strings=("### Instruction",)),
         "solar": PromptFormat(
             system=("### System\n", "\n\n"),
             user=("### User:\n", "\n\n### Assistant:\n"),
@@ -381,11 +367,7 @@ PROMPT_FORMATS: Mapping[str, PromptFormat] = MappingProxyType(
             user=("GPT4 Correct User:", "<|end_of_turn|>GPT4 Correct Assistant:"),
             stop_strings=("<|end_of_turn|>", "<|endoftext|>", "GPT4 Correct User:"),
         ),
-        "nous": PromptFormat(
-            system=("", "\n\n"),
-            user=("USER:\n", "\n\nASSISTANT:\n"),
-            stop_strings=("</s>",),
-        ),
+        "nous": PromptFormat(system=("", "\n\n"), user=("USER:\n", "\n\nASSISTANT:\n"), stop_strings=("</s>",)),
         "gemma": PromptFormat(
             system=None,
             user=("<bos><start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"),

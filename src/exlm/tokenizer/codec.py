@@ -110,9 +110,7 @@ class Codec:
         self.backend = backend
         self.files = files
         self.special_tokens: dict[str, int] = dict(backend.special_tokens)
-        self.special_texts: dict[int, str] = {
-            token_id: text for text, token_id in self.special_tokens.items()
-        }
+        self.special_texts: dict[int, str] = {token_id: text for text, token_id in self.special_tokens.items()}
         declared_bos, declared_eos = backend.declared_bos_eos()
         self.bos_id = self._resolve_special_id("bos_token", config_ids.bos, declared_bos, DEFAULT_BOS_ID)
         self.eos_id = self._resolve_special_id("eos_token", config_ids.eos, declared_eos, DEFAULT_EOS_ID)
@@ -141,9 +139,7 @@ class Codec:
         vocab_path = _find_vocab_file(files.path, kind, vocab_file)
         is_json = vocab_path.suffix == ".json"
         backend: TokenizerBackend = (
-            HFBackend.from_file(vocab_path, files)
-            if is_json
-            else SentencePieceBackend.from_file(vocab_path, files)
+            HFBackend.from_file(vocab_path, files) if is_json else SentencePieceBackend.from_file(vocab_path, files)
         )
         return cls(backend, files, config_ids)
 
@@ -273,9 +269,7 @@ class Codec:
         if token_bytes is None:
             is_defined = self.backend.is_defined
             context = decode_context_ids(self.backend)
-            return LibraryTokenDecoder(
-                self.backend.decode, lambda n: is_defined(n) and n not in hidden, context
-            )
+            return LibraryTokenDecoder(self.backend.decode, lambda n: is_defined(n) and n not in hidden, context)
         table = [b"" if token_id in hidden else raw for token_id, raw in enumerate(token_bytes.table)]
         return ByteTokenDecoder(table, token_bytes.strips_leading_space)
 
@@ -313,11 +307,9 @@ class Codec:
 def _find_vocab_file(folder: Path, kind: TokenizerKind, vocab_file: str | Path | None) -> Path:
     if vocab_file is not None:
         return folder / vocab_file
-    names = {
-        "auto": ["tokenizer.json", "tokenizer.model"],
-        "json": ["tokenizer.json"],
-        "spm": ["tokenizer.model"],
-    }[kind]
+    names = {"auto": ["tokenizer.json", "tokenizer.model"], "json": ["tokenizer.json"], "spm": ["tokenizer.model"]}[
+        kind
+    ]
     for name in names:
         if (folder / name).is_file():
             return folder / name

@@ -56,9 +56,7 @@ class ByteTokenDecoder:
     def decode(self, ids: Iterable[int], continues: bool = False) -> str:
         """The text of all these ids."""
         table, size = self.table, len(self.table)
-        text = b"".join([table[token_id] for token_id in ids if 0 <= token_id < size]).decode(
-            "utf-8", "replace"
-        )
+        text = b"".join([table[token_id] for token_id in ids if 0 <= token_id < size]).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_leading_space and not continues else text
 
     def detokenizer(self, continues: bool = False) -> Detokenizer:
@@ -115,10 +113,7 @@ class LibraryTokenDecoder:
     """Decodes with the tokenizer's library, for vocabularies whose tokens are not just bytes."""
 
     def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        is_shown: Callable[[int], bool],
-        context_ids: Sequence[int],
+        self, decode: Callable[[Sequence[int]], str], is_shown: Callable[[int], bool], context_ids: Sequence[int]
     ) -> None:
         """Ids for which `is_shown` is false are left out; `context_ids` are decoded before a continuation."""
         self._decode = decode

@@ -88,9 +88,7 @@ class GgufVocabulary:
         self.merges: list[str] = self._list("merges", str)
         for name, values in (("token_type", self.token_types), ("scores", self.scores)):
             if values and len(values) != len(self.tokens):
-                raise self.invalid_value(
-                    name, f"a list of {len(self.tokens)}, one for each token", len(values)
-                )
+                raise self.invalid_value(name, f"a list of {len(self.tokens)}, one for each token", len(values))
         if not all(math.isfinite(score) for score in self.scores):
             raise self.invalid_value("scores", "a list of finite numbers", "infinity or NaN")
 
@@ -119,8 +117,7 @@ class GgufVocabulary:
     def invalid_value(self, key: str, expected: str, found: object) -> TokenizerError:
         """The error for an invalid or missing value."""
         return TokenizerError(
-            f"{self.source}: tokenizer.ggml.{key} should be {expected}, found {shown(found)}. "
-            "Convert the model again."
+            f"{self.source}: tokenizer.ggml.{key} should be {expected}, found {shown(found)}. Convert the model again."
         )
 
     def _list(self, key: str, kind: type) -> list[Any]:
@@ -147,9 +144,7 @@ def tokenizer_json(v: GgufVocabulary) -> str:
         if not text or token_type == UNUSED:
             continue
         if text in vocab:
-            raise v.invalid_value(
-                "tokens", "texts that differ", f"{text!r} as {vocab[text]} and as {token_id}"
-            )
+            raise v.invalid_value("tokens", "texts that differ", f"{text!r} as {vocab[text]} and as {token_id}")
         vocab[text] = token_id
         if token_type in (CONTROL, UNKNOWN, USER_DEFINED):
             added.append(_added_token_entry(text, token_id, special=token_type != USER_DEFINED))
@@ -199,9 +194,7 @@ def tokenizer_model(v: GgufVocabulary) -> bytes:
             raise v.invalid_value("token_type", f"numbers from {NORMAL} to {BYTE}", token_type)
         pieces[text] = SentencePiece(text, score, token_type)
     if sum(piece.kind == UNKNOWN for piece in pieces.values()) != 1:
-        raise v.invalid_value(
-            "token_type", f"{UNKNOWN} (unknown) for exactly one token", "another number of them"
-        )
+        raise v.invalid_value("token_type", f"{UNKNOWN} (unknown) for exactly one token", "another number of them")
     return model_proto(
         pieces.values(),
         add_dummy_prefix=v.boolean("add_space_prefix", True),
@@ -314,12 +307,8 @@ class PreTokenizer:
         if self.individual_digits:
             steps.append({"type": "Digits", "individual_digits": True})
         for pattern in self.patterns:
-            steps.append(
-                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            )
-        steps.append(
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        )
+            steps.append({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
+        steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
         return {"type": "Sequence", "pretokenizers": steps}
 
 

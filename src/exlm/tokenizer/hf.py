@@ -58,9 +58,7 @@ class HFBackend:
         with _library_errors(f"{name} does not take the tokens that the files beside it declare"):
             placeholder_ids = self._add_declared_tokens(files)
         added = {
-            n: token
-            for n, token in self._hf_tokenizer.get_added_tokens_decoder().items()
-            if n not in placeholder_ids
+            n: token for n, token in self._hf_tokenizer.get_added_tokens_decoder().items() if n not in placeholder_ids
         }
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self.nonspecial_added_tokens = {
@@ -71,9 +69,7 @@ class HFBackend:
         self._pieces: list[str | None] = [None] * (1 + max(self._id_by_piece.values()))
         for piece, token_id in self._id_by_piece.items():
             self._pieces[token_id] = piece
-        self._hf_variants: dict[tuple[bool, bool], tokenizers.Tokenizer] = {
-            (False, False): self._hf_tokenizer
-        }
+        self._hf_variants: dict[tuple[bool, bool], tokenizers.Tokenizer] = {(False, False): self._hf_tokenizer}
 
     @classmethod
     def from_file(cls, path: Path, files: TokenizerFiles) -> HFBackend:
@@ -170,9 +166,7 @@ class HFBackend:
     def _token_bytes(self) -> TokenBytes | None:
         decoder = self._hf_tokenizer.decoder
         state = None if decoder is None else json.loads(decoder.__getstate__())
-        return token_bytes_from_decoder(
-            state, self._pieces, self.special_tokens, self.nonspecial_added_tokens
-        )
+        return token_bytes_from_decoder(state, self._pieces, self.special_tokens, self.nonspecial_added_tokens)
 
     def _decode_with_library(self, ids: list[int]) -> str:
         with self._lock:
@@ -217,9 +211,7 @@ class HFBackend:
         hf_tokenizer = self._hf_tokenizer
         existing = hf_tokenizer.get_added_tokens_decoder()
         # For a token in both, tokenizer.json has flags, added_tokens.json only the id.
-        tokens = [
-            token for token in files.added if token.source != "added_tokens.json" or token.id not in existing
-        ]
+        tokens = [token for token in files.added if token.source != "added_tokens.json" or token.id not in existing]
         placeholder_ids: list[int] = []
         new: list[tokenizers.AddedToken] = []
         next_id = self.base_vocab_size
@@ -229,9 +221,7 @@ class HFBackend:
                 raise TokenizerError(self._id_conflict_message(token, f"gives it {known}"))
             if known is None:
                 if len(placeholder_ids) + token.id - next_id > MAX_ID_GAP:
-                    raise TokenizerError(
-                        self._id_conflict_message(token, f"ends at {self.base_vocab_size - 1}")
-                    )
+                    raise TokenizerError(self._id_conflict_message(token, f"ends at {self.base_vocab_size - 1}"))
                 placeholder_ids += range(next_id, token.id)
                 new += [_placeholder_token() for _ in range(next_id, token.id)]
                 next_id = token.id + 1

@@ -62,12 +62,8 @@ class SentencePieceBackend:
         try:
             self._pieces: list[str | None] = list(self._processor.id_to_piece(token_ids))
         except UnicodeDecodeError as error:
-            raise TokenizerError(
-                f"{name} has a piece that is not text: {error}. Fetch the file again."
-            ) from None
-        self._id_by_piece = {
-            piece: token_id for token_id, piece in enumerate(self._pieces) if piece is not None
-        }
+            raise TokenizerError(f"{name} has a piece that is not text: {error}. Fetch the file again.") from None
+        self._id_by_piece = {piece: token_id for token_id, piece in enumerate(self._pieces) if piece is not None}
         tokens = self._control_and_added_tokens(files)
         self.special_tokens = {token.content: token.id for token in tokens if token.special}
         self.nonspecial_added_tokens = {token.content: token.id for token in tokens if not token.special}
@@ -140,9 +136,7 @@ class SentencePieceBackend:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode; special tokens decode to their text."""
         table, strips_leading_space, _ = self.token_bytes()
-        text = b"".join(table[token_id] for token_id in ids if 0 <= token_id < len(table)).decode(
-            "utf-8", "replace"
-        )
+        text = b"".join(table[token_id] for token_id in ids if 0 <= token_id < len(table)).decode("utf-8", "replace")
         return text.removeprefix(" ") if strips_leading_space else text
 
     def token_bytes(self) -> TokenBytes:
@@ -165,12 +159,7 @@ class SentencePieceBackend:
             for text, token_id in tokens.items():
                 table[token_id] = text.encode()
         word_id = next(
-            (
-                n
-                for n, piece in enumerate(self._pieces[: self.base_vocab_size])
-                if _starts_with_one_space(piece)
-            ),
-            None,
+            (n for n, piece in enumerate(self._pieces[: self.base_vocab_size]) if _starts_with_one_space(piece)), None
         )
         strips_leading_space = word_id is not None and not self._processor.decode([word_id]).startswith(" ")
         return TokenBytes(table, strips_leading_space, self.decode_overrides)
@@ -237,9 +226,7 @@ def _load_processor(data: bytes, name: str) -> SentencePieceProcessor:
             f"{name} is a SentencePiece model; reading it needs another package: pip install sentencepiece"
         ) from None
     if NORMALIZER_FIELD not in _complete_fields(data):
-        raise TokenizerError(
-            f"{name} is not a whole SentencePiece model ({len(data)} bytes). Fetch the file again."
-        )
+        raise TokenizerError(f"{name} is not a whole SentencePiece model ({len(data)} bytes). Fetch the file again.")
     require_memory_to_read(len(data), name)
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
@@ -295,11 +282,7 @@ def model_proto(
         byte_fallback |= kind == BYTE
         unknown = text if kind == UNKNOWN else unknown
         out += _length_delimited_field(
-            1,
-            _length_delimited_field(1, text.encode())
-            + b"\x15"
-            + struct.pack("<f", score)
-            + _varint_field(3, kind),
+            1, _length_delimited_field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + _varint_field(3, kind)
         )
     trainer = (
         _varint_field(3, _BPE_MODEL_TYPE)

@@ -78,11 +78,7 @@ def _limit_resources(memory: int) -> None:
         import resource
     except ImportError:
         return
-    for resource_kind, limit in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    for resource_kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         try:
             resource.setrlimit(resource_kind, (limit, limit))
         except (OSError, ValueError):
@@ -206,9 +202,7 @@ def to_json(
     sort_keys: bool = False,
 ) -> str:
     """The `tojson` filter, without Jinja's HTML escapes and with non-ASCII letters unchanged."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _check_size(operator: str, left: Any, right: Any) -> None:
@@ -221,11 +215,7 @@ def _check_size(operator: str, left: Any, right: Any) -> None:
                 and len(sequence) * count > MAX_REPEATED_ELEMENTS
             ):
                 raise OverflowError(f"repeating {len(sequence)} elements {count} times")
-    elif (
-        isinstance(left, int)
-        and isinstance(right, int)
-        and left.bit_length() * max(right, 0) > MAX_POWER_BITS
-    ):
+    elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * max(right, 0) > MAX_POWER_BITS:
         raise OverflowError("a power of too many digits")
 
 

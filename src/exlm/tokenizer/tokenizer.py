@@ -54,9 +54,7 @@ class UnparsedSpecialWarning:
         if self._warned:
             return
         for text in texts:
-            match = (
-                next(self._matcher.find(text[:MAX_CHECKED_CHARS]), None) if isinstance(text, str) else None
-            )
+            match = next(self._matcher.find(text[:MAX_CHECKED_CHARS]), None) if isinstance(text, str) else None
             if match is not None:
                 self._warned = True
                 log.warning(
@@ -146,10 +144,7 @@ class Tokenizer:
         self.newline_token_id = _last_or_none(codec.encode("\n"))
         self.space_token_id = _last_or_none(codec.encode(" "))
         self.actual_vocab_size = codec.size
-        self.extended_piece_to_id, self.extended_id_to_piece = (
-            dict(codec.special_tokens),
-            dict(codec.special_texts),
-        )
+        self.extended_piece_to_id, self.extended_id_to_piece = (dict(codec.special_tokens), dict(codec.special_texts))
         self.unspecial_piece_to_id = dict(codec.decode_overrides)
         self.unspecial_id_to_piece = {number: text for text, number in codec.decode_overrides.items()}
 
@@ -239,20 +234,14 @@ class Tokenizer:
         length of its padding, int32 (rows,).
         """
         if not isinstance(text, (str, list, tuple)):
-            raise TokenizerError(
-                f"Only text, or a list of texts, can be encoded, found {type(text).__name__}."
-            )
+            raise TokenizerError(f"Only text, or a list of texts, can be encoded, found {type(text).__name__}.")
         texts = [text] if isinstance(text, str) else list(text)
         if not encode_special_tokens:
             self._unparsed_special.check(texts)
         aliases = _ids_by_alias(embeddings or ())
         rows = [
             self.codec.encode(
-                row,
-                add_bos=add_bos,
-                add_eos=add_eos,
-                parse_special=encode_special_tokens,
-                aliases=aliases or None,
+                row, add_bos=add_bos, add_eos=add_eos, parse_special=encode_special_tokens, aliases=aliases or None
             )
             for row in texts
         ]
@@ -462,9 +451,7 @@ class Tokenizer:
         variables of the template.
         """
         if add_bos and not tokenize:
-            raise TokenizerError(
-                "add_bos adds an id, not text: use it with tokenize=True, or pass it to encode()."
-            )
+            raise TokenizerError("add_bos adds an id, not text: use it with tokenize=True, or pass it to encode().")
         text = render_chat(
             self._sandbox,
             self.chat_templates.choose(chat_template, tools is not None),

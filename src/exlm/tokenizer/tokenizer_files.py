@@ -176,8 +176,7 @@ def token_text(value: object, path: Path, key: str) -> str | None:
     if isinstance(value, dict) and isinstance(value.get("content"), str):
         return str(value["content"])
     raise TokenizerError(
-        f"{path}: {key} should be a string or an object with a `content` string, "
-        f"found {_json_type_name(value)}."
+        f"{path}: {key} should be a string or an object with a `content` string, found {_json_type_name(value)}."
     )
 
 
@@ -201,9 +200,7 @@ def _read_added_tokens(path: Path, config: Mapping[str, Any]) -> tuple[AddedToke
     source = path / "tokenizer_config.json"
     decoder = config.get("added_tokens_decoder")
     if decoder is not None and not isinstance(decoder, dict):
-        raise TokenizerError(
-            f"{source}: added_tokens_decoder should be an object, found {_json_type_name(decoder)}."
-        )
+        raise TokenizerError(f"{source}: added_tokens_decoder should be an object, found {_json_type_name(decoder)}.")
     by_text = {
         token.content: token
         for key, value in (decoder or {}).items()
@@ -213,8 +210,7 @@ def _read_added_tokens(path: Path, config: Mapping[str, Any]) -> tuple[AddedToke
     for content, token_id in (read_json_object(source) or {}).items():
         if not _is_token_id(token_id):
             raise TokenizerError(
-                f"{source}: the id of {content!r} should be a number from 0 to {MAX_ID - 1:,}, found "
-                f"{shown(token_id)}."
+                f"{source}: the id of {content!r} should be a number from 0 to {MAX_ID - 1:,}, found {shown(token_id)}."
             )
         known = by_text.setdefault(content, AddedToken(content, token_id, source=source.name))
         if known.id != token_id:
@@ -237,8 +233,7 @@ def _parse_added_token(key: str, value: object, source: Path) -> AddedToken:
     content = token_text(value, source, f"added_tokens_decoder[{key!r}]")
     if not key.isdecimal() or len(key) > len(str(MAX_ID)) or not _is_token_id(int(key)) or not content:
         raise TokenizerError(
-            f"{source}: added_tokens_decoder[{key!r:.80}] should map an id below {MAX_ID:,} to a non-empty "
-            "token."
+            f"{source}: added_tokens_decoder[{key!r:.80}] should map an id below {MAX_ID:,} to a non-empty token."
         )
     flags = value if isinstance(value, dict) else {}
     special = bool(flags.get("special", False))

@@ -172,9 +172,7 @@ def token_bytes_from_decoder(
         table, literal = metaspace_bytes(pieces, byte_fallback), dict(special_tokens)
     else:
         return None
-    decode_overrides = {
-        token_id: text for text, token_id in literal.items() if table[token_id] != text.encode()
-    }
+    decode_overrides = {token_id: text for text, token_id in literal.items() if table[token_id] != text.encode()}
     for token_id, text in decode_overrides.items():
         table[token_id] = text.encode()
     return TokenBytes(table, strips_leading_space, decode_overrides)
@@ -280,8 +278,7 @@ class Vocab:
     def piece_to_id(self) -> dict[str, int]:
         """The id of each piece; the highest of tokens with the same piece."""
         return self._cached(
-            "piece_to_id",
-            lambda: {piece: token_id for token_id, piece in enumerate(self._defined_pieces()) if piece},
+            "piece_to_id", lambda: {piece: token_id for token_id, piece in enumerate(self._defined_pieces()) if piece}
         )
 
     def prefix_to_ids(self) -> dict[str, list[int]]:
@@ -343,9 +340,7 @@ class Vocab:
     def _ords(self) -> list[int]:
         table = self._bytes()
         if table is None:
-            return [
-                ord(piece) if len(piece) == 1 and piece.isascii() else -1 for piece in self._defined_pieces()
-            ]
+            return [ord(piece) if len(piece) == 1 and piece.isascii() else -1 for piece in self._defined_pieces()]
         return [raw[0] if len(raw) == 1 else -1 for raw in table]
 
     def _ids_by_prefix(self) -> dict[bytes, list[int]]:

@@ -53,9 +53,7 @@ def write(model: str) -> tuple[str, list[str]]:
 def mapped() -> set[str]:
     """The files in this process's memory, those that have been replaced as well."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return {
-        parts[5].removesuffix(" (deleted)") for line in lines if len(parts := line.split(maxsplit=5)) == 6
-    }
+    return {parts[5].removesuffix(" (deleted)") for line in lines if len(parts := line.split(maxsplit=5)) == 6}
 
 
 def main(model: str) -> None:

@@ -23,13 +23,9 @@ LARGEST = 65504.0
 class Written(DenseLayer):
     """Pages that hold the new tokens already: what a call brings is not looked at."""
 
-    def update(
-        self, k: torch.Tensor, v: torch.Tensor, metadata: AttnMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k: torch.Tensor, v: torch.Tensor, metadata: AttnMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         table = metadata.pages
-        keys, values = (
-            pages[table].flatten(1, 2)[:, : metadata.max_kv_len].float() for pages in (self.k, self.v)
-        )
+        keys, values = (pages[table].flatten(1, 2)[:, : metadata.max_kv_len].float() for pages in (self.k, self.v))
         return keys, values
 
 
@@ -145,9 +141,7 @@ def test_what_is_too_large_becomes_the_largest(backend: CpuBackend, tokens: int)
     large = torch.tensor([1e5, -1e5, 65519.0, 65521.0, float("inf"), -float("inf"), 1e-8, -0.0]).repeat(2)
     layer = filled(DenseLayer, torch.zeros(2, 1, PAGE, 1, 16))
     v = large.expand(1, tokens, 1, 16)
-    answer = attend(
-        torch.zeros_like(v), torch.zeros_like(v), v, layer, standing([0], tokens, torch.zeros(1, 1).long())
-    )
+    answer = attend(torch.zeros_like(v), torch.zeros_like(v), v, layer, standing([0], tokens, torch.zeros(1, 1).long()))
     want = torch.tensor([LARGEST, -LARGEST, LARGEST, LARGEST, LARGEST, -LARGEST, 0.0, -0.0]).repeat(2)
     assert torch.equal(layer.v[0, :tokens, 0].float(), want.expand(tokens, 16))
     assert torch.equal(answer[0, 0], want)

@@ -123,9 +123,7 @@ def test_a_row_is_the_same_bits_in_any_company(backend: CpuBackend) -> None:
     for threads in (1, 3):
         torch.set_num_threads(threads)
         for rows in ([0, 1, 2], [0], [1], [2]):
-            layer = QuantizedLayer(
-                6, PAGE, LayerShape(2, 64), HadamardQuantizer(8), HadamardQuantizer(4), CPU
-            )
+            layer = QuantizedLayer(6, PAGE, LayerShape(2, 64), HadamardQuantizer(8), HadamardQuantizer(4), CPU)
             for tensor in layer.tensors:
                 tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) * 37 % 200)
             metadata = standing([past[row] for row in rows], 1, table[rows])

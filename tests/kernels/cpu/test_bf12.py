@@ -41,9 +41,7 @@ def sprinkled(data: Tensor, many: int) -> Tensor:
     threads=st.integers(1, 4),
     small=st.integers(0, 40),
 )
-def test_products(
-    library: Library, shape: tuple[int, int], rows: int, bias: bool, threads: int, small: int
-) -> None:
+def test_products(library: Library, shape: tuple[int, int], rows: int, bias: bool, threads: int, small: int) -> None:
     torch.set_num_threads(threads)
     data, x = sprinkled(brains(*shape), small), torch.randn(rows, shape[1])
     more = torch.randn(shape[0]) if bias else None
@@ -56,9 +54,7 @@ def test_products(
 
 @settings(max_examples=40)
 @given(shape=SHAPES, small=st.integers(0, 40), threads=st.integers(1, 4))
-def test_columns_are_the_very_numbers(
-    library: Library, shape: tuple[int, int], small: int, threads: int
-) -> None:
+def test_columns_are_the_very_numbers(library: Library, shape: tuple[int, int], small: int, threads: int) -> None:
     data = sprinkled(brains(*shape), small)
     data[0] = 0
     blocks = pack_bf12(data, None, library, threads, HugePageArena())
@@ -67,9 +63,7 @@ def test_columns_are_the_very_numbers(
     assert blocks.nbytes < data.numel() * 1.6 + 8 * (shape[0] + 1)
 
 
-def test_sums_of_few_rows_are_those_of_sixteen_bits(
-    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_few_rows_are_those_of_sixteen_bits(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Powers of two change no rounding: where nothing is listed, the answers are the same bits."""
     weight, x = DenseWeight((torch.rand(64, 576) + 1).bfloat16().float()), torch.randn(9, 576)
     answers = []

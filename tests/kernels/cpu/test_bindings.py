@@ -154,9 +154,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         bindings.load(tmp_path / "file" / "kernels", "plain")
 
 
-def test_a_library_with_other_structs_is_refused(
-    library: bindings.Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_with_other_structs_is_refused(library: bindings.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     class Matrix(ctypes.Structure):
         _fields_ = (("segments", ctypes.c_void_p),)
 

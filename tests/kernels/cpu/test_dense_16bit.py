@@ -41,9 +41,7 @@ def test_products(
 
 
 @given(numbers=st.lists(st.floats(width=32), min_size=1, max_size=128), dtype=DTYPES)
-def test_numbers_stay_the_same_or_are_left_alone(
-    library: Library, numbers: list[float], dtype: torch.dtype
-) -> None:
+def test_numbers_stay_the_same_or_are_left_alone(library: Library, numbers: list[float], dtype: torch.dtype) -> None:
     for data in (torch.tensor(numbers), torch.tensor(numbers).to(dtype).float()):
         whole = data.repeat(128)[:128].view(8, 16)
         fits = any(torch.equal(whole, whole.to(kind).float()) for kind in (torch.float16, torch.bfloat16))

@@ -53,9 +53,7 @@ DTYPES = st.sampled_from([torch.float16, torch.float32])
     threads=st.integers(1, 4),
     seed=st.integers(0, 9999),
 )
-def test_any_matrix(
-    library: Library, recipe: Recipe, dtype: torch.dtype, rows: int, threads: int, seed: int
-) -> None:
+def test_any_matrix(library: Library, recipe: Recipe, dtype: torch.dtype, rows: int, threads: int, seed: int) -> None:
     torch.manual_seed(seed)
     weight = random_weight(recipe, dtype)
     x = torch.randn(rows, weight.in_features) * torch.randn(weight.in_features).exp()
@@ -226,9 +224,7 @@ def test_halves_at_the_edges(library: Library) -> None:
     scales = torch.tensor([[2.0**-24, 2.0**-25, 3 * 2.0**-27, 1.0, 2048.0, 1100.0, 1 + 2.0**-11, 65504.0]])
     segment = Segment(6, (64,), pack(codes, 6), PlainScales(scales), 32)
     weight = PackedWeight("x", 64, 8, (segment,), torch.float16)
-    found = PackedEmbedding(library, repack_panels(weight, library, 1), torch.float16)(torch.arange(8)[None])[
-        0
-    ]
+    found = PackedEmbedding(library, repack_panels(weight, library, 1), torch.float16)(torch.arange(8)[None])[0]
     assert torch.equal(found, weight.dequantize().T)
 
 

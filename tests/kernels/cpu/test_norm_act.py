@@ -42,9 +42,7 @@ def test_norms(backend: CpuBackend, width: int, rows: int, threads: int) -> None
 @pytest.mark.parametrize("style", ["neox", "gptj"])
 @pytest.mark.parametrize(("width", "dim"), [(64, 64), (48, 20), (7, 6)])
 @pytest.mark.parametrize(("rows", "tokens", "threads"), [(1, 1, 1), (2, 50, 3), (1, 17, 2)])
-def test_turning(
-    backend: CpuBackend, style: str, width: int, dim: int, rows: int, tokens: int, threads: int
-) -> None:
+def test_turning(backend: CpuBackend, style: str, width: int, dim: int, rows: int, tokens: int, threads: int) -> None:
     torch.set_num_threads(threads)
     rope = spec.Rope(1e4, dim, style=style)  # type: ignore[arg-type]
     turn, right = (b.rope(rope, 100) for b in (backend, REFERENCE))

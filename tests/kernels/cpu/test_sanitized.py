@@ -102,9 +102,7 @@ def test_nothing_is_read_or_written_outside(tmp_path: Path, instructions: str) -
         pytest.skip(f"this processor has no {instructions}")
     target = tmp_path / "sanitized.so"
     try:
-        compile_library(
-            instructions, target, ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover")
-        )
+        compile_library(instructions, target, ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover"))
     except BuildError as reason:
         skip_without_compiler(str(reason))
     preload = _runtime("libasan.so")

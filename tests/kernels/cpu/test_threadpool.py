@@ -31,9 +31,7 @@ def test_every_chunk_is_done_once(tmp_path: Path, callers: int) -> None:
 def test_nothing_is_touched_by_two_at_once(tmp_path: Path) -> None:
     if not _made(tmp_path / "pool", "-O1", "-g", "-fsanitize=thread"):
         pytest.skip("the compiler cannot watch threads here")
-    watched = subprocess.run(
-        [tmp_path / "pool", "2", "3000"], capture_output=True, text=True, check=False, timeout=120
-    )
+    watched = subprocess.run([tmp_path / "pool", "2", "3000"], capture_output=True, text=True, check=False, timeout=120)
     if "unexpected memory mapping" in watched.stderr:
         pytest.skip("this kernel's memory layout is not the sanitizer's")
     assert watched.returncode == 0, watched.stderr[-3000:]

@@ -38,9 +38,7 @@ class Emulated:
         """Blocks one after the other; those that wait for others go on later."""
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         fine = self._library[f"launch_{name}"](*grid, threads, shared, places)
-        assert fine & 255, (
-            f"{name} wrote behind its {shared} bytes, did not wait for copies, or waits for ever"
-        )
+        assert fine & 255, f"{name} wrote behind its {shared} bytes, did not wait for copies, or waits for ever"
 
 
 class EmulatedModuleCache:

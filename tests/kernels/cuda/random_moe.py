@@ -39,9 +39,7 @@ RECIPES = {
         [[(5, [32] * 2), (3, [128, 8])], [(5, [32]), (3, [128, 40])]],
         order=True,
     ),
-    "gptq": Recipe(
-        spec.Moe(72, 9, 3, "gelu"), 256, [[(4, [128] * 2)]], [[(4, [64, 8])]], zeros=True, bias=True
-    ),
+    "gptq": Recipe(spec.Moe(72, 9, 3, "gelu"), 256, [[(4, [128] * 2)]], [[(4, [64, 8])]], zeros=True, bias=True),
     "gguf": Recipe(
         spec.Moe(96, 2, 1, "gelu_tanh", renormalize=False),
         256,

@@ -218,9 +218,7 @@ def test_three_planes(counters: SplitCounters) -> None:
 )
 def test_what_goes_another_way(counters: SplitCounters, case: Case) -> None:
     (q, k, v), layer, metadata = cases.step(case, CPU)
-    attend = PagedDecodeAttention(
-        counters, case.attn, RopeTables(case, "neox", CPU), lambda *_: q.new_full((1,), 7.0)
-    )
+    attend = PagedDecodeAttention(counters, case.attn, RopeTables(case, "neox", CPU), lambda *_: q.new_full((1,), 7.0))
     assert attend(q, k, v, layer, metadata).tolist() == [7.0]
 
 

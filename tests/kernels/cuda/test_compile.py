@@ -35,8 +35,7 @@ CHOICES = {
     "one row": choices(KernelVariant(MIXED[:2], norm=True, act=3, apart=True), 1, TileConfig(2, 16), 3),
     "handed on": choices(KernelVariant((EXL2,) * 2, norm=True, act=1), 2, TileConfig())
     | {"IN_PREPACKED": 1, "OUT_PREPACKED": 1},
-    "handed over": choices(KernelVariant(MIXED, norm=True), 1, TileConfig())
-    | {"IN_PREPACKED": 1, "OUT_PREPACKED": 0},
+    "handed over": choices(KernelVariant(MIXED, norm=True), 1, TileConfig()) | {"IN_PREPACKED": 1, "OUT_PREPACKED": 0},
     "two and eight bits": choices(
         KernelVariant(tuple(replace(EXL2, bits=bits, fine=1) for bits in (2, 8))), 1, TileConfig(), 2
     ),
@@ -50,8 +49,7 @@ WIDE = {
     "gguf": dealt(KernelVariant((GGUF,)), 6, TileConfigM64(1, 4, 2)),
     "handed on": dealt(KernelVariant((EXL2,) * 2, norm=True, act=1), 8, TileConfigM64(2))
     | {"IN_PREPACKED": 1, "OUT_PREPACKED": 1},
-    "handed over": dealt(KernelVariant((GPTQ,)), 4, TileConfigM64())
-    | {"IN_PREPACKED": 1, "OUT_PREPACKED": 0},
+    "handed over": dealt(KernelVariant((GPTQ,)), 4, TileConfigM64()) | {"IN_PREPACKED": 1, "OUT_PREPACKED": 0},
 }
 
 

@@ -51,9 +51,7 @@ def answer(product: GemmM16, x: Tensor, residual: Tensor | None = None) -> list[
     return out
 
 
-def check(
-    product: GemmM16, x: Tensor, want: Sequence[Tensor], rest: Tensor | None, counts: tuple[int, ...]
-) -> None:
+def check(product: GemmM16, x: Tensor, want: Sequence[Tensor], rest: Tensor | None, counts: tuple[int, ...]) -> None:
     """Right for all rows, and for any part of them the same bits."""
     read_source = answer(product, x, rest)
     for got, one in zip(read_source, want, strict=True):
@@ -72,9 +70,7 @@ def test_without_a_norm(modules: EmulatedModuleCache, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "plan"), PLANNED)
-def test_behind_a_norm_with_bias_and_residual(
-    modules: EmulatedModuleCache, kind: str, plan: TileConfig
-) -> None:
+def test_behind_a_norm_with_bias_and_residual(modules: EmulatedModuleCache, kind: str, plan: TileConfig) -> None:
     packed = weight(kind, bias=True)
     norm, x = normal(packed.in_features), torch.randn(16, packed.in_features).half()
     rest = torch.randn(16, packed.out_features).half()
@@ -98,9 +94,7 @@ def test_full_answers_are_the_same_before_they_are_rounded(modules: EmulatedModu
 
 
 @pytest.mark.parametrize(("kind", "act", "plan"), GATES)
-def test_a_gate_and_what_it_lets_through(
-    modules: EmulatedModuleCache, kind: str, act: str, plan: TileConfig
-) -> None:
+def test_a_gate_and_what_it_lets_through(modules: EmulatedModuleCache, kind: str, act: str, plan: TileConfig) -> None:
     gate, up = (weight(kind, bias=True, seed=seed) for seed in (1, 2))
     norm, x = normal(gate.in_features), torch.randn(8, gate.in_features).half()
     product = GemmM16(modules, unify_groups([repack(gate), repack(up)]), norm, act, plan)
@@ -167,8 +161,7 @@ def test_a_gate_whose_inputs_are_ordered_otherwise(modules: EmulatedModuleCache)
     torch.manual_seed(4)
     widths = {"gate": [(5, [32] * 3), (4, [128] * 4)], "up": [(5, [32] * 7), (4, [128] * 3)]}
     gate, up = (
-        matrix(tuple(segment(bits, sizes, 40, False, False) for bits, sizes in parts), 40)
-        for parts in widths.values()
+        matrix(tuple(segment(bits, sizes, 40, False, False) for bits, sizes in parts), 40) for parts in widths.values()
     )
     norm, x = normal(608), torch.randn(16, 608).half()
     product = GemmM16(modules, unify_groups([repack(gate), repack(up)]), norm, "silu", TileConfig(2, 2, 3))

@@ -71,9 +71,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
 @settings(deadline=None, max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("name", RECIPES)
-def test_few_tokens_are_right_and_alone_as_in_company(
-    backend: Emulated, name: str, data: st.DataObject
-) -> None:
+def test_few_tokens_are_right_and_alone_as_in_company(backend: Emulated, name: str, data: st.DataObject) -> None:
     made, kernel = backend.named(name)
     count = data.draw(st.integers(1, MOST), "tokens")
     start = data.draw(st.integers(0, count - 1), "first")
@@ -163,9 +161,7 @@ def test_what_does_not_fit_together_is_left_to_others(backend: Emulated) -> None
 
 FORMS = {
     "gate and up, one token": choices(KernelVariant((EXL2,) * 2, act=1), 1, TileConfig(4, 4, 2), 4),
-    "gate and up, in orders of their own": choices(
-        KernelVariant((GPTQ,) * 2, act=3, apart=True), 1, TileConfig(2, 8)
-    ),
+    "gate and up, in orders of their own": choices(KernelVariant((GPTQ,) * 2, act=3, apart=True), 1, TileConfig(2, 8)),
     "down, of several widths": {
         **choices(KernelVariant((GGUF,)), 1, TileConfig(4, 16, 2)),
         "RUNTIME_BITS": 0b111100,

@@ -81,10 +81,7 @@ def said(folder: Path, form_name: str, dequant_gemms: bool) -> tuple[list[list[i
     model.open_checkpoint = lambda frozen: SyntheticCheckpoint(frozen.spec, synthetic_format(form_name))
     model.load()
     generator = Generator(model, Cache(model, max_seq_len=4096), Tokenizer(config), max_batch_size=8)
-    jobs = [
-        Job(torch.arange(3, 9 + 5 * i)[None], max_new_tokens=24, gen_settings=Settings.greedy())
-        for i in range(5)
-    ]
+    jobs = [Job(torch.arange(3, 9 + 5 * i)[None], max_new_tokens=24, gen_settings=Settings.greedy()) for i in range(5)]
     for batch in [jobs] if dequant_gemms else [[job] for job in jobs]:
         generator.enqueue(batch)
         while generator.num_remaining_jobs():
@@ -94,9 +91,7 @@ def said(folder: Path, form_name: str, dequant_gemms: bool) -> tuple[list[list[i
 
 
 @pytest.mark.parametrize("form_name", ["exl2", "gptq", "gguf"])
-def test_passes_of_a_model_are_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form_name: str
-) -> None:
+def test_passes_of_a_model_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form_name: str) -> None:
     alone, graphs = said(tmp_path, form_name, dequant_gemms=False)
     assert any(one.graph is not None for one in graphs._captured.values())
     dequant_gemms, graphs = said(tmp_path, form_name, dequant_gemms=True)

@@ -55,9 +55,7 @@ def test_in_pieces_or_as_a_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     st.booleans(),
     st.booleans(),
 )
-def test_any_mixture(
-    parts: list[tuple[int, int]], group: int, outputs: int, zeros: bool, minima: bool
-) -> None:
+def test_any_mixture(parts: list[tuple[int, int]], group: int, outputs: int, zeros: bool, minima: bool) -> None:
     segments = tuple(segment(bits, [group] * count, outputs, zeros, minima) for bits, count in parts)
     inputs = sum(one.in_features for one in segments)
     packed = PackedWeight("any", inputs, outputs, segments, torch.float16, torch.randperm(inputs).int())
@@ -65,14 +63,8 @@ def test_any_mixture(
     assert numbers(tiles).equal(packed.dequantize())
     assert tiles.blocks * TILE_K >= inputs
     assert len(tile_perm(tiles)) == tiles.stored * TILE_K
-    codes = sum(
-        one.in_features * digits(one.bits, tiles.layout.bits, not zeros and not minima) for one in segments
-    )
-    assert (
-        codes
-        <= tiles.stored * TILE_K
-        < codes + len(tiles.shares) * TILE_K * max(s.digits for s in tiles.shares)
-    )
+    codes = sum(one.in_features * digits(one.bits, tiles.layout.bits, not zeros and not minima) for one in segments)
+    assert codes <= tiles.stored * TILE_K < codes + len(tiles.shares) * TILE_K * max(s.digits for s in tiles.shares)
 
 
 def test_several_share_the_finest_layout() -> None:

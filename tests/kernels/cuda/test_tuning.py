@@ -38,9 +38,7 @@ def _anew() -> None:
     warn_once.cache_clear()
 
 
-def test_stored_configs_apply_to_gemms_of_their_shape_alone(
-    modules: EmulatedModuleCache, tmp_path: Path
-) -> None:
+def test_stored_configs_apply_to_gemms_of_their_shape_alone(modules: EmulatedModuleCache, tmp_path: Path) -> None:
     file = tuned_file(tmp_path / "kernels", "NVIDIA H200 (80GB)")
     assert file.name == "plans-nvidia-h200-80gb.json"
     tiles = [repack(weight(kind)) for kind in ("4 bits", "6 and 4 bits")]
@@ -137,9 +135,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_told_of_and_replaced(
-    modules: EmulatedModuleCache, tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_file_is_told_of_and_replaced(modules: EmulatedModuleCache, tmp_path: Path, damage: str) -> None:
     file, tiles = tmp_path / "plans.json", [repack(weight("4 bits"))]
     tuned = TuneCache(modules, file)
     product = tuned.product(tiles)
@@ -191,9 +187,7 @@ def test_a_folder_that_others_may_write_has_no_plans(
         tuned.keep([kind])
 
 
-def test_other_versions_and_impossible_configs_are_ignored(
-    modules: EmulatedModuleCache, tmp_path: Path
-) -> None:
+def test_other_versions_and_impossible_configs_are_ignored(modules: EmulatedModuleCache, tmp_path: Path) -> None:
     file, folder = tmp_path / "plans.json", ArtifactFolder(tmp_path)
     plans: dict[str, Any] = {"a": [4, 8, 2], "b": [0, 8, 2], "c": [4, 99, 2], "d": [4, 8], "e": [4, 8, 2, 1]}
     plans |= {"f": [4.0, 8, 2], "g": ["4", 8, 2], "h": [True, 8, 2], "i": [1e999, 8, 2], "j": "482"}

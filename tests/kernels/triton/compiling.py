@@ -60,9 +60,7 @@ def compiled(capability: int, reports: list[dict[str, Any]]) -> Iterator[None]:
     launch = JITFunction.run
 
     def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {
-            name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs
-        }
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
         types, constants, hints = signature(kernel, args, kwargs)
         key = repr((kernel.__name__, types, constants, hints, options))
         if key in done:

@@ -17,9 +17,7 @@ from tests.kernels.triton.cases import Case
 pytest.importorskip("triton")
 from exlm.kernels.triton import TritonBackend, attention
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # the interpreter computes inf - inf in masked lanes
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes inf - inf in masked lanes
 
 CPU = torch.device("cpu")
 HALF, FULL, BRAIN = torch.float16, torch.float32, torch.bfloat16
@@ -63,16 +61,12 @@ LARGE = [
         ((0, 0), 77),
         ((901, 3), 300),
     )
-] + [
-    Case("float", HALF, 8, 2, head, (700, 3), tokens) for head in (80, 96, 112, 192) for tokens in (1, 5, 90)
-]
+] + [Case("float", HALF, 8, 2, head, (700, 3), tokens) for head in (80, 96, 112, 192) for tokens in (1, 5, 90)]
 
 
 def ids(case: Case) -> str:
     """The test's id."""
-    return (
-        f"{case.cache}-{case.heads}x{case.kv_heads}x{case.head_dim}-{case.pasts}+{case.tokens}-{case.dtype}"
-    )
+    return f"{case.cache}-{case.heads}x{case.kv_heads}x{case.head_dim}-{case.pasts}+{case.tokens}-{case.dtype}"
 
 
 def make_rope(backend: b.Backend, case: Case, style: str = "neox") -> b.RopeFn:

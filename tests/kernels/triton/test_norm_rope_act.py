@@ -30,10 +30,7 @@ DEVICES = [
 
 def close(got: Tensor, want: Tensor) -> bool:
     """Whether dtypes are equal and the relative error is a rounding or two."""
-    return (
-        got.dtype is want.dtype
-        and float((got - want).float().norm() / want.float().norm()) < LIMITS[got.dtype]
-    )
+    return got.dtype is want.dtype and float((got - want).float().norm() / want.float().norm()) < LIMITS[got.dtype]
 
 
 def backends(device_type: str, dtype: torch.dtype) -> tuple[torch.device, ReferenceBackend, TritonBackend]:
@@ -82,9 +79,7 @@ def test_activations(device_type: str, dtype: torch.dtype, act: spec.Activation)
 @pytest.mark.parametrize(("device_type", "dtype"), DEVICES)
 @pytest.mark.parametrize("style", ["neox", "gptj"])
 @pytest.mark.parametrize(("head", "dim", "sections"), [(64, 64, ()), (80, 40, ()), (64, 48, (8, 6, 10))])
-def test_rope(
-    device_type: str, dtype: torch.dtype, style: str, head: int, dim: int, sections: tuple[int, ...]
-) -> None:
+def test_rope(device_type: str, dtype: torch.dtype, style: str, head: int, dim: int, sections: tuple[int, ...]) -> None:
     device, plain, fast = backends(device_type, dtype)
     rope = spec.Rope(1e4, dim, style=style, mrope_sections=sections)  # type: ignore[arg-type]
     q = torch.randn(2, 21, 4, head, device=device).to(dtype)

@@ -89,9 +89,7 @@ def test_the_kernel_matches_on_a_gpu_for_many_texts() -> None:
 
 
 def test_costs_stay_finite() -> None:
-    settings = neutral(
-        dry_multiplier=1.0, dry_base=1e10, dry_max_ngram=100, dry_sequence_breakers=frozenset()
-    )
+    settings = neutral(dry_multiplier=1.0, dry_base=1e10, dry_max_ngram=100, dry_sequence_breakers=frozenset())
     costs = kernel_costs([1] * 60, settings, frozenset())
     assert costs[1] == pytest.approx(MAX_DRY_PENALTY)
 

@@ -78,9 +78,7 @@ def _batch_args(metadata: AttnMetadata) -> BatchArgs | None:
         return None
     if not (past.is_contiguous() and positions.is_contiguous()):
         return None
-    return BatchArgs(
-        *(pages.data_ptr(), past.data_ptr(), positions.data_ptr(), *positions.shape, pages.stride(0))
-    )
+    return BatchArgs(*(pages.data_ptr(), past.data_ptr(), positions.data_ptr(), *positions.shape, pages.stride(0)))
 
 
 class PagedAttention:

@@ -37,9 +37,7 @@ class CpuBackend:
     name = "cpu"
     max_fused_tokens = sys.maxsize  # prompts gain by fusion too
 
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, folder: Path, instructions: str | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, folder: Path, instructions: str | None = None) -> None:
         if dtype is not torch.float32:
             raise Unsupported(f"computes in float32, not in {str(dtype).removeprefix('torch.')}")
         self.device = device
@@ -115,9 +113,7 @@ class CpuBackend:
         packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
         if len(packed) != len(linears) or act not in (None, "silu"):
             raise Unsupported("only packed matrices, and silu")
-        scale, eps = (
-            (None, 0.0) if prologue is None else self._rms_norm_args(prologue.norm, prologue.weight)[:2]
-        )
+        scale, eps = (None, 0.0) if prologue is None else self._rms_norm_args(prologue.norm, prologue.weight)[:2]
         return FusedLinear(self._library, packed, scale, eps, act is not None)
 
     def _rms_norm_args(self, norm: spec.Norm, weight: Tensor) -> tuple[Tensor, float, b.NormFn]:

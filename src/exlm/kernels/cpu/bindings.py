@@ -15,14 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import KernelError, Unsupported
-from ..artifact_cache import (
-    CHECKSUM_DIGITS,
-    ArtifactCache,
-    damage,
-    scratch_folder,
-    warn_once,
-    warn_unwritable,
-)
+from ..artifact_cache import CHECKSUM_DIGITS, ArtifactCache, damage, scratch_folder, warn_once, warn_unwritable
 from .compile import BuildError, compile_library, prebuilt, sets_here, source_digest
 
 C_DTYPES = {torch.float16: 1, torch.float32: 2, torch.uint8: 3, torch.int8: 4, torch.bfloat16: 5}

@@ -45,9 +45,7 @@ class BuildError(Exception):
 def sets_for_machine(machine: str) -> list[str]:
     """The instruction sets this kind of processor may have, the best first."""
     others = {"x86_64": ("dotprod",), "AMD64": ("dotprod",), "aarch64": ("avx512", "avx2")}
-    return (
-        [name for name in INSTRUCTION_SETS if name not in others[machine]] if machine in others else ["plain"]
-    )
+    return [name for name in INSTRUCTION_SETS if name not in others[machine]] if machine in others else ["plain"]
 
 
 def usable_sets(cpuinfo: str, machine: str) -> list[str]:

@@ -26,12 +26,7 @@ class FusedLinear(b.FusedLinear):
     """Up to three matrices that share an input and its norm; `gated`: the output is silu(first) · second."""
 
     def __init__(
-        self,
-        library: Library,
-        matrices: Sequence[PackedLinear],
-        scale: Tensor | None,
-        eps: float,
-        gated: bool,
+        self, library: Library, matrices: Sequence[PackedLinear], scale: Tensor | None, eps: float, gated: bool
     ) -> None:
         if len(matrices) > MAX_FUSED or (gated and len(matrices) != 2):
             raise Unsupported("up to three matrices together, two behind a gate")
@@ -62,12 +57,7 @@ class FusedLinear(b.FusedLinear):
         return [matrix(x) for matrix in self._matrices]
 
     def fuse_layer(
-        self,
-        attend: b.AttentionFn,
-        norm: b.QKNormFn | None,
-        o: b.FusedLinear,
-        gate: b.FusedLinear,
-        down: b.FusedLinear,
+        self, attend: b.AttentionFn, norm: b.QKNormFn | None, o: b.FusedLinear, gate: b.FusedLinear, down: b.FusedLinear
     ) -> FusedLayer | None:
         """The layer whose q, k and v these are, if every part is of this backend."""
         parts = [part for part in (self, o, gate, down) if isinstance(part, FusedLinear)]

@@ -66,12 +66,7 @@ class RmsNorm:
     def _run(self, x: Tensor, residual: Tensor | None, total: Tensor | None, out: Tensor) -> None:
         width = self.scale.shape[0]
         self.library.rms_norm(
-            *(
-                x.data_ptr(),
-                None if residual is None else residual.data_ptr(),
-                self.scale.data_ptr(),
-                self.eps,
-            ),
+            *(x.data_ptr(), None if residual is None else residual.data_ptr(), self.scale.data_ptr(), self.eps),
             *(x.numel() // width, width, None if total is None else total.data_ptr(), out.data_ptr()),
             torch.get_num_threads(),
         )
@@ -103,7 +98,5 @@ class SiluMul:
         """Two tensors of one shape → one."""
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
-        self.library.silu_mul(
-            gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), torch.get_num_threads()
-        )
+        self.library.silu_mul(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), torch.get_num_threads())
         return out

@@ -97,11 +97,7 @@ def repack_panels(
         segment.struct.first_k, segment.struct.first_span = k, spans
         row_of_k.append(torch.where(segment.row_of_k < 0, -1, segment.row_of_k + row))
         segments.append(segment)
-        row, k, spans = (
-            row + stored.in_features,
-            k + len(segment.row_of_k),
-            spans + segment.struct.span_count,
-        )
+        row, k, spans = (row + stored.in_features, k + len(segment.row_of_k), spans + segment.struct.span_count)
     input_of_k = _input_of_k(torch.cat(row_of_k), weight.perm, arena)
     structs = (bindings.Segment * len(segments))(*(segment.struct for segment in segments))
     bias = None if weight.bias is None else weight.bias.float().contiguous()
@@ -127,8 +123,7 @@ def _repack_segment(segment: Segment, library: Library, threads: int, arena: Hug
     packs, stored = len(row_of_k) // pack_rows, segment.codes.contiguous()
     codes = arena.allocate(_round_up(outputs, LAST_PANEL_N) * len(row_of_k) * bits // 8)
     library.repack_panels(
-        *(stored.data_ptr(), outputs, segment.bits, bits, row_of_k.data_ptr(), packs),
-        *(codes.data_ptr(), threads),
+        *(stored.data_ptr(), outputs, segment.bits, bits, row_of_k.data_ptr(), packs), *(codes.data_ptr(), threads)
     )
     codebook, offset = _codebook(segment)
     zero = segment.zero
@@ -194,9 +189,7 @@ def _codebook(segment: Segment) -> tuple[Tensor | None, int]:
     return shifted.to(torch.uint8), offset
 
 
-def _factor_table(
-    scales: Scales | None, arena: HugePageArena
-) -> tuple[bindings.FactorTable, tuple[Tensor, ...]]:
+def _factor_table(scales: Scales | None, arena: HugePageArena) -> tuple[bindings.FactorTable, tuple[Tensor, ...]]:
     """A (groups, outputs) table as C takes it, and the tensors that hold it; a NULL table for None."""
     if scales is None:
         return bindings.FactorTable(), ()
@@ -272,9 +265,7 @@ def pack_dense(
     return pack_16bit(data, weight.bias), data
 
 
-def pack_bf12(
-    data: Tensor, bias: Tensor | None, library: Library, threads: int, arena: HugePageArena
-) -> PackedMatrix:
+def pack_bf12(data: Tensor, bias: Tensor | None, library: Library, threads: int, arena: HugePageArena) -> PackedMatrix:
     """(outputs, inputs) float32 numbers of eight significant bits, as BF12."""
     outputs, inputs = data.shape
     if data.dtype is not torch.float32 or outputs % F16_TILE or inputs % BF12_BLOCK:

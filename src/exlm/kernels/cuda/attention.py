@@ -39,10 +39,7 @@ class _Job(ctypes.Structure):
     _fields_ = tuple(
         (name, kind)
         for kind, names in (
-            (
-                ctypes.c_void_p,
-                "q k v key value key_scale value_scale table past positions cos sin planes mask",
-            ),
+            (ctypes.c_void_p, "q k v key value key_scale value_scale table past positions cos sin planes mask"),
             (ctypes.c_void_p, "left counts out"),
             (ctypes.c_longlong, "table_step mask_step q_row q_token k_row k_token v_row v_token"),
             (ctypes.c_longlong, "place_row place_token place_plane"),
@@ -68,9 +65,7 @@ class RopeTables(Protocol):
 class CompiledModule(Protocol):
     """A compiled program."""
 
-    def launch(
-        self, name: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Any
-    ) -> None:
+    def launch(self, name: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Any) -> None:
         """Start a kernel."""
         ...
 
@@ -152,24 +147,16 @@ class PagedDecodeAttention:
     other: b.AttentionFn
     plan: SplitConfig | None = None
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
         pages = kv.kv_pages
-        if (
-            pages is None
-            or q.dtype is not torch.float16
-            or not self.takes(q.shape[0], q.shape[1], kv, metadata)
-        ):
+        if pages is None or q.dtype is not torch.float16 or not self.takes(q.shape[0], q.shape[1], kv, metadata):
             return self.other(q, k, v, kv, metadata)
         tables = self.rotate if isinstance(self.rotate, RopeTables) else None
         if tables is None:
             q, k = self.rotate(q, k, metadata.positions)
         out = torch.empty(*q.shape[:2], q.shape[2] * q.shape[3], dtype=q.dtype, device=q.device)
-        self._launch(
-            contiguous_heads(q), contiguous_heads(k), contiguous_heads(v), pages, metadata, tables, out
-        )
+        self._launch(contiguous_heads(q), contiguous_heads(k), contiguous_heads(v), pages, metadata, tables, out)
         return out
 
     def leave(
@@ -179,9 +166,7 @@ class PagedDecodeAttention:
         tables = self.rotate if isinstance(self.rotate, RopeTables) else None
         if tables is None:
             q, k = self.rotate(q, k, metadata.positions)
-        self._launch(
-            contiguous_heads(q), contiguous_heads(k), contiguous_heads(v), pages, metadata, tables, None, heir
-        )
+        self._launch(contiguous_heads(q), contiguous_heads(k), contiguous_heads(v), pages, metadata, tables, None, heir)
 
     def takes(self, rows: int, tokens: int, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
         """Whether the kernel attends to so many new tokens of rows."""
@@ -236,11 +221,7 @@ class PagedDecodeAttention:
         if metadata.mask is not None:
             job.mask, job.mask_step = metadata.mask.data_ptr(), metadata.mask.stride(0)
         if tables is not None:
-            job.cos, job.sin, job.dim, job.pairs = (
-                *addresses(tables.cos, tables.sin),
-                tables.dim,
-                tables.pairs,
-            )
+            job.cos, job.sin, job.dim, job.pairs = (*addresses(tables.cos, tables.sin), tables.dim, tables.pairs)
             job.positions, job.place_row, job.place_token = positions.data_ptr(), *positions.stride()[-2:]
             if positions.dim() == 3:
                 job.planes, job.place_plane = tables.planes.data_ptr(), positions.stride(0)
@@ -253,9 +234,7 @@ class PagedDecodeAttention:
         nearby = slots * queries * (a.head_dim + 4) * 4
         if not alone and job.parts == 1 and nearby <= _NEARBY:
             job.inside, shared = 1, shared + nearby
-        name, across = (
-            ("paged_attn_decode_mha", programs // plan.warps) if alone else ("paged_attn_decode", programs)
-        )
+        name, across = ("paged_attn_decode_mha", programs // plan.warps) if alone else ("paged_attn_decode", programs)
         made.launch(name, (across, job.parts, 1), plan.warps * 32, shared, (job,))
 
     def _parts(self, programs: int, most: int, plan: SplitConfig, alone: bool) -> int:
@@ -282,9 +261,7 @@ def mha_shared_memory(head: int, pages: b.KVPages, plan: SplitConfig) -> int:
     return coming + plan.warps * -(-words // 4) * 16
 
 
-def choices(
-    attn: spec.Attention, pages: b.KVPages, plan: SplitConfig, columns: int, masked: bool
-) -> dict[str, int]:
+def choices(attn: spec.Attention, pages: b.KVPages, plan: SplitConfig, columns: int, masked: bool) -> dict[str, int]:
     """What the kernel's source is told."""
     return {
         "HEAD_DIM": attn.head_dim,

@@ -72,19 +72,10 @@ class CudaFusedLinear(b.FusedLinear):
         return [one.view(*shape, -1) for one in out]
 
     def fuse_layer(
-        self,
-        attend: b.AttentionFn,
-        norm: b.QKNormFn | None,
-        o: b.FusedLinear,
-        gate: b.FusedLinear,
-        down: b.FusedLinear,
+        self, attend: b.AttentionFn, norm: b.QKNormFn | None, o: b.FusedLinear, gate: b.FusedLinear, down: b.FusedLinear
     ) -> CudaFusedLayer | None:
         """The whole layer that these begin, if every part is of this kind."""
-        if (
-            isinstance(o, CudaFusedLinear)
-            and isinstance(gate, CudaFusedLinear)
-            and isinstance(down, CudaFusedLinear)
-        ):
+        if isinstance(o, CudaFusedLinear) and isinstance(gate, CudaFusedLinear) and isinstance(down, CudaFusedLinear):
             return fuse_layer_kernels((self.product, o.product, gate.product, down.product), attend, norm)
         return None
 
@@ -150,9 +141,7 @@ class CudaBackend:
             raise Unsupported("a norm with a mean or a bias")
         if len(mine) == 1 and prologue is None and act is None and not fp32_out:
             return CudaFusedLinear(mine[0].product, mine)
-        normal = (
-            None if prologue is None else RmsNorm(prologue.weight + prologue.norm.offset, prologue.norm.eps)
-        )
+        normal = None if prologue is None else RmsNorm(prologue.weight + prologue.norm.offset, prologue.norm.eps)
         tiles = unify_groups([one.tiles for one in mine])
         product = self._tuned.product(tiles, normal, act, fp32_out)
         _adopt(mine, tiles)
@@ -164,9 +153,7 @@ class CudaBackend:
             raise Unsupported(f"heads of {attn.head_dim} numbers, only of {HEAD_DIMS[0]} and {HEAD_DIMS[1]}")
         return PagedDecodeAttention(self._counters, attn, rope, self._others.attention(attn, rope))
 
-    def moe(
-        self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]
-    ) -> b.MoeFn:
+    def moe(self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]) -> b.MoeFn:
         """Packed experts, those of a layer in one layout."""
         mine = [one for one in (*gate, *up, *down) if isinstance(one, CudaLinear)]
         if len(mine) < 3 * moe.experts:

@@ -81,9 +81,7 @@ class CudaFusedLayer(b.FusedLayer):
 
 
 def fuse_layer_kernels(
-    parts: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch],
-    attend: b.AttentionFn,
-    norm: b.QKNormFn | None,
+    parts: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch], attend: b.AttentionFn, norm: b.QKNormFn | None
 ) -> CudaFusedLayer | None:
     """The layer as one, if its parts can leave their answers for each other."""
     if not isinstance(attend, PagedDecodeAttention):

@@ -117,9 +117,7 @@ class GemmM16:
         if self.inputs % 8 or self.inputs >= NO_SLOT:
             raise Unsupported(f"{self.inputs} inputs, which the kernels want in eights and below {NO_SLOT}")
         sources = [tile_perm(one) for one in self.matrices]
-        self._entrances = _distinct(
-            [(one.fine.stored, at) for one, at in zip(self.matrices, sources, strict=True)]
-        )
+        self._entrances = _distinct([(one.fine.stored, at) for one, at in zip(self.matrices, sources, strict=True)])
         apart = act is not None and len(set(self._entrances)) > 1
         self.form = KernelVariant(
             tuple(one.layout for one in self.matrices), norm is not None, ACTS[act] if act else 0, apart, full
@@ -244,9 +242,7 @@ class GemmM16:
             elif plan.warps > 1:
                 plan = replace(plan, warps=plan.warps // 2)
             else:
-                raise Unsupported(
-                    f"{self.modules.memory} bytes of shared memory are too few for {self.inputs} inputs"
-                )
+                raise Unsupported(f"{self.modules.memory} bytes of shared memory are too few for {self.inputs} inputs")
         return plan
 
     def prepare(self, made: CudaModule, job: Any, rows: int, room: int, pdl: bool = True) -> list[Tensor]:

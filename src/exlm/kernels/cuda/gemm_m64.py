@@ -105,12 +105,7 @@ class GemmM64:
     def choices(self, rows: int, handed: bool = False, heir: bool = False) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""
         dealt = gemm.dealt(self.product.form, self._room(rows) // 8, self.plan)
-        return {
-            **dealt,
-            "MIN_BLOCKS": self.plan.resident,
-            "SPLIT_K": self.pieces,
-            **chain_defines(handed, heir),
-        }
+        return {**dealt, "MIN_BLOCKS": self.plan.resident, "SPLIT_K": self.pieces, **chain_defines(handed, heir)}
 
     def _cut(self, groups: int) -> int:
         """The pieces with which the busiest multiprocessor is done soonest; adding them up costs too."""

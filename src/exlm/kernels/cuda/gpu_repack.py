@@ -118,9 +118,7 @@ def _described(segment: Segment, kept: list[Tensor]) -> _Segment:
                 return _Table(kind=_NONE)
             case Exl2Scales(codes, maxima):
                 return _Table(address(codes), address(maxima), None, _SQUARED)
-            case KQuantScales(codes, supers, parents) if (
-                codes.dtype in _CODES and supers.dtype is torch.float16
-            ):
+            case KQuantScales(codes, supers, parents) if codes.dtype in _CODES and supers.dtype is torch.float16:
                 return _Table(address(codes), address(supers), address(parents.int()), _CODES[codes.dtype])
             case PlainScales(values) if values.dtype is torch.float16:
                 return _Table(address(values), None, None, _HALVES)

@@ -30,12 +30,7 @@ Defines = tuple[tuple[str, int], ...]
 class _Attribute(ctypes.Structure):
     """The driver's CUlaunchAttribute."""
 
-    _fields_ = (
-        ("id", ctypes.c_int),
-        ("_gap", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("_rest", ctypes.c_int * 15),
-    )
+    _fields_ = (("id", ctypes.c_int), ("_gap", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
 
 
 class _Config(ctypes.Structure):
@@ -43,10 +38,7 @@ class _Config(ctypes.Structure):
     through the objects of cuda-bindings."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_uint)
-            for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")
-        ),
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
@@ -93,9 +85,7 @@ class CudaModule:
 
     def __init__(self, source: Path, defines: Defines, device: torch.device, cache: ArtifactCache) -> None:
         self._driver = bindings().driver
-        self._launch: Any = ctypes.CDLL(
-            "nvcuda" if sys.platform == "win32" else "libcuda.so.1"
-        ).cuLaunchKernelEx
+        self._launch: Any = ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernelEx
         self.device = device
         major, minor = torch.cuda.get_device_capability(device)
         self._has_pdl = major >= 9

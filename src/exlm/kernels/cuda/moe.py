@@ -68,11 +68,7 @@ class ExpertGemm:
     """The same matrices of every expert. With `act` they have two each: act(first) · second is the answer."""
 
     def __init__(
-        self,
-        modules: ModuleCache,
-        experts: Sequence[Sequence[MmaWeight]],
-        active: int,
-        act: str | None = None,
+        self, modules: ModuleCache, experts: Sequence[Sequence[MmaWeight]], active: int, act: str | None = None
     ) -> None:
         self._modules = modules
         self._products = [_Expert(modules, tiles, None, act) for tiles in experts]
@@ -170,10 +166,7 @@ class CudaMoe:
     def _straight(self, tokens: int) -> bool:
         """Whether codes are better read again and again than unpacked, expert by expert."""
         held = (self._inner.nbytes + self._outer.nbytes) / self._moe.experts
-        return (
-            tokens <= b.FUSE_MAX_TOKENS
-            or tokens * self._moe.active / self._moe.experts * held <= MAX_DIRECT_WORK
-        )
+        return tokens <= b.FUSE_MAX_TOKENS or tokens * self._moe.active / self._moe.experts * held <= MAX_DIRECT_WORK
 
     def _few(self, x: Tensor, logits: Tensor) -> Tensor:
         alone = len(x) == 1 or len(x) * self._moe.active * MIN_EXPERTS_PER_PAIR <= self._moe.experts

@@ -98,11 +98,7 @@ def repack(weight: PackedWeight, fill: RepackFn = plainly) -> MmaWeight:
     natural = torch.arange(weight.in_features, dtype=torch.int32)
     order = natural if weight.perm is None else weight.perm.cpu()
     pieces = dict(
-        zip(
-            map(id, weight.segments),
-            order.split_with_sizes([s.in_features for s in weight.segments]),
-            strict=True,
-        )
+        zip(map(id, weight.segments), order.split_with_sizes([s.in_features for s in weight.segments]), strict=True)
     )
     main = [one for one in weight.segments if one.bits == bits]
     others: dict[int, list[Segment]] = {}
@@ -117,9 +113,7 @@ def repack(weight: PackedWeight, fill: RepackFn = plainly) -> MmaWeight:
     fine_run, first = _run(others, like, True, device)
     main_run, rest = _run({1: main}, like, False, device)
     fill([*first, *rest])
-    source = torch.cat(
-        [_padded(torch.cat([pieces[id(s)] for s in part])) for part in [*others.values(), main]]
-    )
+    source = torch.cat([_padded(torch.cat([pieces[id(s)] for s in part])) for part in [*others.values(), main]])
     return MmaWeight(
         layout,
         fine_run,
@@ -154,9 +148,7 @@ def unify_groups(matrices: Sequence[MmaWeight]) -> list[MmaWeight]:
 def _finer(run: TileRun, layout: TileLayout, old: int, new: int) -> TileRun:
     if old == new or not run.shares:
         return run
-    codes, tables = run.bricks.split_with_sizes(
-        [256 * layout.bits, run.bricks.shape[2] - 256 * layout.bits], -1
-    )
+    codes, tables = run.bricks.split_with_sizes([256 * layout.bits, run.bricks.shape[2] - 256 * layout.bits], -1)
     grid = tables.reshape(*tables.shape[:2], layout.tables, 8 // old, 32)
     split = grid.repeat_interleave(old // new, -2)
     return replace(run, bricks=torch.cat([codes, split.flatten(-3)], -1))
@@ -180,9 +172,7 @@ def expand(tiles: MmaWeight) -> Tensor:
         at = 0
         for share in run.shares:
             bricks = run.bricks[:, at : at + share.digits * share.blocks]
-            parts.append(
-                _numbers(bricks.view(len(bricks), share.blocks, share.digits, -1), tiles.layout, fine)
-            )
+            parts.append(_numbers(bricks.view(len(bricks), share.blocks, share.digits, -1), tiles.layout, fine))
             at += share.digits * share.blocks
     return torch.cat(parts, 1)[: tiles.out_features]
 
@@ -237,9 +227,7 @@ def _steps(parts: Sequence[Sequence[Segment]]) -> int:
         *sizes, _ = (size for segment in part for size in segment.group_sizes)
         common = math.gcd(*sizes, common)
     if common % TILE_N:
-        raise Unsupported(
-            f"groups of {common} inputs are not known to the CUDA kernels, which want 16 at least"
-        )
+        raise Unsupported(f"groups of {common} inputs are not known to the CUDA kernels, which want 16 at least")
     return common // TILE_N
 
 

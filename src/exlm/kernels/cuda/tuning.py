@@ -71,17 +71,11 @@ class TuneCache:
         self._made: WeakSet[GemmM16] = WeakSet()
 
     def product(
-        self,
-        matrices: Sequence[MmaWeight],
-        norm: RmsNorm | None = None,
-        act: str | None = None,
-        full: bool = False,
+        self, matrices: Sequence[MmaWeight], norm: RmsNorm | None = None, act: str | None = None, full: bool = False
     ) -> GemmM16:
         """Matrices that are multiplied together, by their plan."""
         setting = self._known.get(shape_name(matrices, act))
-        plan = (
-            default_config(matrices, act, self.modules.num_sms) if setting is None else TileConfig(*setting)
-        )
+        plan = default_config(matrices, act, self.modules.num_sms) if setting is None else TileConfig(*setting)
         made = GemmM16(self.modules, matrices, norm, act, plan, full)
         self._made.add(made)
         return made

@@ -57,9 +57,7 @@ class BlockConfig(NamedTuple):
     num_stages: int
 
 
-def decode_blocks(
-    queries: int, block_d: int, itemsize: int, quantized: bool, deep_pipeline: bool
-) -> BlockConfig:
+def decode_blocks(queries: int, block_d: int, itemsize: int, quantized: bool, deep_pipeline: bool) -> BlockConfig:
     """For `queries` (tokens x queries per kv head) of a row, of `block_d` numbers of `itemsize` bytes.
 
     `deep_pipeline` prefetches more tiles, for which fewer programs fit on an SM. It changes no bit of the
@@ -88,16 +86,12 @@ class PagedAttention:
     rope: b.RopeFn
     limits: DeviceLimits
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
         """(rows, tokens, heads, head_dim) q, k, v → (rows, tokens, heads · head_dim)."""
         with torch.cuda.device_of(q):
             return self._attend(q, k, v, kv, metadata)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
         a, pages = self.attn, kv.kv_pages
         if pages is not None and not self._reads(pages):
             return ReferenceAttention(self.rope, a.scale, a.window, a.softcap)(q, k, v, kv, metadata)
@@ -151,9 +145,7 @@ class AttentionLaunch:
         self.mask = q if metadata.mask is None else metadata.mask.view(torch.uint8)
         self.mask_stride = 0 if metadata.mask is None else metadata.mask.stride(0)
         positions = metadata.positions
-        self.rope_tables = (
-            (q, q, q, positions) if rope is None else (rope.cos, rope.sin, rope.mrope_axis, positions)
-        )
+        self.rope_tables = (q, q, q, positions) if rope is None else (rope.cos, rope.sin, rope.mrope_axis, positions)
         self.strides = tuple(x.stride(i) for x in (q, k, v) for i in (0, 1))
         self.rope_flags = {
             "ROPE_DIM": 0 if rope is None else rope.dim,
@@ -264,9 +256,7 @@ class AttentionLaunch:
         keys[row, new_columns], values[row, new_columns] = k, self.v
         return self.flash_attn(q, keys, values, None, 0)
 
-    def flash_attn(
-        self, q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, page_size: int
-    ) -> Tensor:
+    def flash_attn(self, q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, page_size: int) -> Tensor:
         """All queries over keys in pages, (slots, kv_heads, head_dim), or in contiguous rows."""
         a = self.attn
         out = torch.empty(self.rows, self.tokens, a.heads * a.head_dim, dtype=q.dtype, device=q.device)

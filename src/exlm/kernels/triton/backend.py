@@ -43,9 +43,7 @@ class TritonBackend:
 
     def _norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> Norm:
         if weight.shape[-1] > MAX_NORM_WIDTH:
-            raise Unsupported(
-                f"a norm over {weight.shape[-1]} numbers, at most {MAX_NORM_WIDTH} fit a program"
-            )
+            raise Unsupported(f"a norm over {weight.shape[-1]} numbers, at most {MAX_NORM_WIDTH} fit a program")
         scale = (weight.float() + norm.offset).contiguous()
         return Norm(scale, bias, norm.eps, norm.kind == "layer", self.dtype)
 
@@ -67,8 +65,6 @@ class TritonBackend:
             raise Unsupported(f"heads of {attn.head_dim} numbers, at most {MAX_HEAD_DIM} fit a program")
         return PagedAttention(attn, rope, self.limits)
 
-    def moe(
-        self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]
-    ) -> b.MoeFn:
+    def moe(self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]) -> b.MoeFn:
         """Declined."""
         raise Unsupported("no kernel for experts")

@@ -24,9 +24,7 @@ MAX_NEW_TOKENS = tl.constexpr(16)  # of a row
 
 
 @triton.jit
-def chunks_of_row(
-    past_len, window, HAS_WINDOW: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK_ALIGN: tl.constexpr
-):
+def chunks_of_row(past_len, window, HAS_WINDOW: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK_ALIGN: tl.constexpr):
     """The first visible key, the tokens of a chunk (both multiples of CHUNK_ALIGN), and the number of chunks.
 
     The new tokens are a chunk of their own, the last, so that no program takes a full chunk and them.

@@ -88,9 +88,7 @@ def masked_scores(
 
 
 @triton.jit
-def kv_slots(
-    page_table, tile, stop, kv_head, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def kv_slots(page_table, tile, stop, kv_head, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Token numbers from `tile` on and their slots, (N, 1, 1) both."""
     n = tl.arange(0, BLOCK_N)[:, None, None]
     page = tl.load(page_table + tile // PAGE_SIZE, mask=tile < stop, other=0).to(tl.int64)
@@ -179,9 +177,7 @@ def append_new_token(
         MROPE,
     )
     v_low = tl.load(v + v_low_columns, mask=first_lane & (v_low_columns < HEAD_DIM), other=0.0).to(tl.float32)
-    v_high = tl.load(v + v_high_columns, mask=first_lane & (v_high_columns < HEAD_DIM), other=0.0).to(
-        tl.float32
-    )
+    v_high = tl.load(v + v_high_columns, mask=first_lane & (v_high_columns < HEAD_DIM), other=0.0).to(tl.float32)
     if K_DTYPE == "float":
         page = tl.load(page_table + past_len // PAGE_SIZE).to(tl.int64)
         slot = ((page * PAGE_SIZE + past_len % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + lane * 0
@@ -212,11 +208,7 @@ def decode_simt_kernel(
     MAX_CHUNKS: tl.constexpr, CHUNK_ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head; split): every num_splits-th chunk of the row."""
-    split, kv_head, row = (
-        tl.program_id(1),
-        tl.program_id(0) % KV_HEADS,
-        (tl.program_id(0) // KV_HEADS).to(tl.int64),
-    )
+    split, kv_head, row = (tl.program_id(1), tl.program_id(0) % KV_HEADS, (tl.program_id(0) // KV_HEADS).to(tl.int64))
     past_len = tl.load(past_lens + row).to(tl.int32)
     first_key, size, chunks = chunks_of_row(past_len, window, HAS_WINDOW, MAX_CHUNKS, CHUNK_ALIGN)
     if split >= chunks:
@@ -299,12 +291,8 @@ def store_partial(
     tl.store(sum_out, tl.sum(l_i * rescale, 0))
     low_columns, high_columns = half_columns(V_DTYPE, BLOCK_D)
     tl.store(
-        acc_out + low_columns,
-        tl.sum(acc_low * rescale[:, None, None], 0)[None, :, :],
-        mask=low_columns < HEAD_DIM,
+        acc_out + low_columns, tl.sum(acc_low * rescale[:, None, None], 0)[None, :, :], mask=low_columns < HEAD_DIM
     )
     tl.store(
-        acc_out + high_columns,
-        tl.sum(acc_high * rescale[:, None, None], 0)[None, :, :],
-        mask=high_columns < HEAD_DIM,
+        acc_out + high_columns, tl.sum(acc_high * rescale[:, None, None], 0)[None, :, :], mask=high_columns < HEAD_DIM
     )

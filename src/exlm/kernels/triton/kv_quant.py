@@ -80,11 +80,7 @@ def store_kv(x, codes, scales, slot, ok, KV_DTYPE: tl.constexpr, HEAD_DIM: tl.co
             mask=ok & (g < HEAD_DIM // GROUP_SIZE),
         )  # fmt: skip
         if KV_DTYPE == "hadamard8":
-            tl.store(
-                codes + slot * HEAD_DIM + d,
-                tl.reshape(code, (R, BLOCK_D)).to(tl.uint8),
-                mask=ok & (d < HEAD_DIM),
-            )
+            tl.store(codes + slot * HEAD_DIM + d, tl.reshape(code, (R, BLOCK_D)).to(tl.uint8), mask=ok & (d < HEAD_DIM))
         else:
             low, high = tl.split(tl.reshape(code, (R, BLOCK_D // 2, 2)))
             b = tl.arange(0, BLOCK_D // 2)[None, :]
@@ -108,15 +104,11 @@ def load_kv(codes, scales, slot, ok, KV_DTYPE: tl.constexpr, HEAD_DIM: tl.conste
         G: tl.constexpr = BLOCK_D // GROUP_SIZE
         g = tl.arange(0, G)[None, :]
         ok_group = ok[:, None] & (g < HEAD_DIM // GROUP_SIZE)
-        scale = tl.load(scales + slot[:, None] * (HEAD_DIM // GROUP_SIZE) + g, mask=ok_group, other=0.0)[
-            :, :, None
-        ]
+        scale = tl.load(scales + slot[:, None] * (HEAD_DIM // GROUP_SIZE) + g, mask=ok_group, other=0.0)[:, :, None]
         BYTES: tl.constexpr = GROUP_SIZE if KV_DTYPE == "hadamard8" else GROUP_SIZE // 2
         offset = slot[:, None] * (HEAD_DIM // GROUP_SIZE * BYTES) + g * BYTES
         byte = tl.load(
-            codes + offset[:, :, None] + tl.arange(0, BYTES)[None, None, :],
-            mask=ok_group[:, :, None],
-            other=0,
+            codes + offset[:, :, None] + tl.arange(0, BYTES)[None, None, :], mask=ok_group[:, :, None], other=0
         )
         if KV_DTYPE == "hadamard8":
             return tl.reshape(_fp16_levels(byte, 128) * scale, (BLOCK_N, BLOCK_D))
@@ -162,9 +154,7 @@ def rope_append_kv_kernel(
     else:
         kv_head = (head - Q_HEADS) % KV_HEADS
         key_index = tl.load(past_lens + row) + token
-        page = tl.load(page_table + row * page_table_stride + key_index // PAGE_SIZE, mask=ok, other=0).to(
-            tl.int64
-        )
+        page = tl.load(page_table + row * page_table_stride + key_index // PAGE_SIZE, mask=ok, other=0).to(tl.int64)
         slot = (page * PAGE_SIZE + key_index % PAGE_SIZE) * KV_HEADS + kv_head
         out_offset = ((row * tokens + token) * KV_HEADS + kv_head) * HEAD_DIM + d
         if head < Q_HEADS + KV_HEADS:

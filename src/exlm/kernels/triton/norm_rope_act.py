@@ -274,14 +274,6 @@ class Activation:
         grid = (out.numel() // width, -(-width // _ACT_BLOCK))
         with torch.cuda.device_of(gate):
             activation_kernel[grid](
-                gate,
-                other,
-                out,
-                width,
-                gate_stride,
-                up_stride,
-                ACT=self.act,
-                GATED=up is not None,
-                BLOCK=_ACT_BLOCK,
+                gate, other, out, width, gate_stride, up_stride, ACT=self.act, GATED=up is not None, BLOCK=_ACT_BLOCK
             )
         return out

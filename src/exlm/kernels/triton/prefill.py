@@ -47,9 +47,7 @@ def prefill_kv_loop(
             if HAS_WINDOW:
                 visible = visible & (q_pos - n[None, :] < window)
         if HAS_MASK:
-            visible = visible & (
-                (tl.load(mask + n, mask=n < num_keys, other=0) != 0)[None, :] | (n[None, :] == q_pos)
-            )
+            visible = visible & ((tl.load(mask + n, mask=n < num_keys, other=0) != 0)[None, :] | (n[None, :] == q_pos))
         m_i, l_i, acc = online_softmax(
             q, new_k, new_v, visible, m_i, l_i, acc, score_scale, cap_scale, HAS_SOFTCAP,
             not CAUSAL and not HAS_MASK,
@@ -102,6 +100,4 @@ def flash_attn_kernel(
         HEAD_DIM, BLOCK_D, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, PAGE_SIZE, True, BLOCK_N,
     )  # fmt: skip
     out_offset = ((row * tokens + token) * Q_HEADS + head) * HEAD_DIM + d
-    tl.store(
-        out + out_offset, (acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]).to(out.dtype.element_ty), mask=ok
-    )
+    tl.store(out + out_offset, (acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]).to(out.dtype.element_ty), mask=ok)

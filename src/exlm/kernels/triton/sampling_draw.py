@@ -55,8 +55,7 @@ AT_SEED, AT_MU, AT_INITIAL_MU, AT_XTC_EXEMPT = (
     tl.constexpr(layout.HEADER_OFFSETS[name]) for name in ("seed", "mu", "initial_mu", "xtc_exempt")
 )
 TOP_P, TOP_A, MIN_P, TFS, TYPICAL, MIROSTAT = (
-    tl.constexpr(layout.STEP_FLAGS[name])
-    for name in ("top_p", "top_a", "min_p", "tfs", "typical", "mirostat")
+    tl.constexpr(layout.STEP_FLAGS[name]) for name in ("top_p", "top_a", "min_p", "tfs", "typical", "mirostat")
 )
 DYNAMIC, FINAL_TEMPERATURE, XTC, SKEW, GREEDY = (
     tl.constexpr(layout.STEP_FLAGS[name])
@@ -72,8 +71,7 @@ TAU_COLUMN, ETA_COLUMN, MIROSTAT_COLUMN = (
     tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("mirostat_tau", "mirostat_eta", "mirostat")
 )
 MIN_TEMP_COLUMN, MAX_TEMP_COLUMN, TEMP_EXPONENT_COLUMN, FINAL_TEMPERATURE_COLUMN = (
-    tl.constexpr(layout.PARAM_COLUMNS[name])
-    for name in ("min_temp", "max_temp", "temp_exponent", "final_temperature")
+    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("min_temp", "max_temp", "temp_exponent", "final_temperature")
 )
 XTC_PROBABILITY_COLUMN, XTC_THRESHOLD_COLUMN, SKEW_POWER_COLUMN = (
     tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("xtc_probability", "xtc_threshold", "skew_power")
@@ -103,9 +101,7 @@ def keep_and_renormalize(p, mask):
 @triton.jit
 def top_p(p, limit):
     """The smallest set of most probable tokens that reaches the limit together."""
-    return keep_and_renormalize(
-        p, tl.cumsum(p, 0) - p < tl.maximum(limit - THRESHOLD_TOLERANCE, THRESHOLD_TOLERANCE)
-    )
+    return keep_and_renormalize(p, tl.cumsum(p, 0) - p < tl.maximum(limit - THRESHOLD_TOLERANCE, THRESHOLD_TOLERANCE))
 
 
 @triton.jit
@@ -174,9 +170,7 @@ def apply_temperature(p, temperature, N: tl.constexpr):
     top = tl.max(p)
     is_top = indices == tl.min(tl.where(p == top, indices, N))
     power = tl.log(p / top) / tl.maximum(temperature, GREEDY_BELOW_TEMPERATURE)
-    weights = tl.exp(
-        tl.where(is_top, 0.0, tl.where(temperature >= GREEDY_BELOW_TEMPERATURE, power, float("-inf")))
-    )
+    weights = tl.exp(tl.where(is_top, 0.0, tl.where(temperature >= GREEDY_BELOW_TEMPERATURE, power, float("-inf"))))
     return weights / tl.sum(weights)
 
 
@@ -261,9 +255,7 @@ def apply_other_steps(p, columns, params, flags, mu, xtc_exempt, N: tl.constexpr
     if flags & XTC:
         is_candidate = (p > 0) & (xtc_exempt != 0)
         exempt = tl.load(xtc_exempt.to(tl.pointer_type(tl.int8)) + columns, mask=is_candidate, other=0)
-        p = xtc(
-            p, tl.load(params + XTC_PROBABILITY_COLUMN), tl.load(params + XTC_THRESHOLD_COLUMN), exempt, N
-        )
+        p = xtc(p, tl.load(params + XTC_PROBABILITY_COLUMN), tl.load(params + XTC_THRESHOLD_COLUMN), exempt, N)
     return p
 
 
@@ -291,16 +283,7 @@ def min_kept_key(
     min_key, num_ties_kept = tl.full([], NEG_INF_KEY, tl.int64), tl.full([], KEEP_ALL_TIES, tl.int32)
     if flags & TOP_P:
         min_key, num_ties_kept = top_p_threshold(
-            x,
-            listed,
-            width,
-            tl.load(params + TOP_P_COLUMN),
-            top_key,
-            top,
-            temperature,
-            smoothing,
-            TILE,
-            CANDIDATE_TILE,
+            x, listed, width, tl.load(params + TOP_P_COLUMN), top_key, top, temperature, smoothing, TILE, CANDIDATE_TILE
         )
     ratio = tl.full([], 0.0, tl.float64)
     if flags & TOP_A:
@@ -334,10 +317,7 @@ def draw_full_vocab(
 ):  # fmt: skip
     """A token among all kept ones, and its probability; stores the top tokens if they are requested."""
     top = value_of(top_key)
-    temperature, smooth = (
-        tl.load(params + TEMPERATURE_COLUMN),
-        tl.load(params + SMOOTHING_COLUMN).to(tl.float32),
-    )
+    temperature, smooth = (tl.load(params + TEMPERATURE_COLUMN), tl.load(params + SMOOTHING_COLUMN).to(tl.float32))
     inv_temperature = (1.0 / temperature).to(tl.float32)
     total, count = kept_mass(
         x, sums, tie_counts, width, min_key, num_ties_kept, top, inv_temperature, smooth, TILE, RETURN_TOP
@@ -346,9 +326,7 @@ def draw_full_vocab(
         x, sums, tie_counts, width, min_key, num_ties_kept, top, inv_temperature, smooth, u, TILE
     )
     if RETURN_TOP:
-        packed = top_k(
-            x, maxima, block_ids, gathered, width, num_top, top_key, NUM_BLOCKS, SORT_SIZE, CANDIDATE_TILE
-        )
+        packed = top_k(x, maxima, block_ids, gathered, width, num_top, top_key, NUM_BLOCKS, SORT_SIZE, CANDIDATE_TILE)
         probs, columns = probs_of_packed(packed, tl.minimum(num_top, count), params, SORT_SIZE)
         tl.store(candidate_probs + tl.arange(0, SORT_SIZE), probs / tl.max(probs) / total)
         tl.store(candidate_ids + tl.arange(0, SORT_SIZE), columns)
@@ -387,9 +365,7 @@ def draw_from_candidates(
             )
         token = tl.where(count > SORT_SIZE, TOO_MANY_CANDIDATES, token)
     else:
-        packed = top_k(
-            x, maxima, block_ids, gathered, width, count, top, NUM_BLOCKS, SORT_SIZE, CANDIDATE_TILE
-        )
+        packed = top_k(x, maxima, block_ids, gathered, width, count, top, NUM_BLOCKS, SORT_SIZE, CANDIDATE_TILE)
         p, columns = probs_of_packed(packed, count, params, SORT_SIZE)
         p = apply_threshold_steps(p, params, flags)
         if ALL_STEPS:
@@ -534,9 +510,7 @@ def greedy_kernel(x, tokens, probs, host_tokens, stride, width, TILE: tl.constex
     best_columns += columns
     top = tl.max(best)
     token = tl.min(tl.where(best == top, best_columns, LOW_31_BITS))
-    token = tl.where(
-        top <= NEG_INF_KEY, NO_TOKEN_ALLOWED, tl.where(top == POS_INF_KEY, INFINITE_LOGITS, token)
-    )
+    token = tl.where(top <= NEG_INF_KEY, NO_TOKEN_ALLOWED, tl.where(top == POS_INF_KEY, INFINITE_LOGITS, token))
     token = tl.where(top > POS_INF_KEY, NAN_LOGITS, token).to(tl.int64)
     tl.store(tokens + row, token)
     tl.store(host_tokens + row, token)

@@ -23,8 +23,7 @@ AT_COUNTS, AT_NEW_COUNTS, AT_DECAY, AT_BLOCKED, AT_BIAS, AT_ALLOWED, AT_HISTORY,
     )
 )  # fmt: skip
 PENALTY_COLUMN, MULTIPLIER_COLUMN, BASE_COLUMN = (
-    tl.constexpr(layout.PARAM_COLUMNS[name])
-    for name in ("token_repetition_penalty", "dry_multiplier", "dry_base")
+    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("token_repetition_penalty", "dry_multiplier", "dry_base")
 )
 ALLOWED_LENGTH_COLUMN, MAX_MATCH_COLUMN, SEARCH_RANGE_COLUMN = (
     tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("dry_allowed_length", "dry_max_ngram", "dry_range")
@@ -41,9 +40,7 @@ def store_token_counts(words, token_counts, start, count):
     """Write a new list of (token, count). Every program of a row writes the same."""
     for first in range(0, 2 * count, LIST_TILE):
         i = first + tl.arange(0, LIST_TILE)
-        tl.store(
-            token_counts + i, tl.load(words + start + i, mask=i < 2 * count).to(tl.int32), mask=i < 2 * count
-        )
+        tl.store(token_counts + i, tl.load(words + start + i, mask=i < 2 * count).to(tl.int32), mask=i < 2 * count)
     tl.debug_barrier()
 
 
@@ -79,13 +76,8 @@ def apply_penalty(x, y, low, high, tokens, counts, strengths, rates):
 @triton.jit
 def apply_penalties(x, y, low, high, header, words, rates):
     """Update the list on the device, and penalise its tokens and those whose penalties decay."""
-    token_counts, size = (
-        tl.load(header + AT_COUNTS).to(tl.pointer_type(tl.int32)),
-        tl.load(header + AT_COUNTS + 1),
-    )
-    store_token_counts(
-        words, token_counts, tl.load(header + AT_NEW_COUNTS), tl.load(header + AT_NEW_COUNTS + 1)
-    )
+    token_counts, size = (tl.load(header + AT_COUNTS).to(tl.pointer_type(tl.int32)), tl.load(header + AT_COUNTS + 1))
+    store_token_counts(words, token_counts, tl.load(header + AT_NEW_COUNTS), tl.load(header + AT_NEW_COUNTS + 1))
     entered, left = tl.load(header + AT_COUNTS + 2), tl.load(header + AT_COUNTS + 3)
     if (size > 0) & (entered >= low) & (entered < high):
         update_token_count(token_counts, size, entered, 1)
@@ -121,9 +113,7 @@ def apply_blocked(y, low, high, tokens, count):
     for first in range(0, count, LIST_TILE):
         i = first + tl.arange(0, LIST_TILE)
         token = tl.load(tokens + i, mask=i < count, other=-1)
-        tl.store(
-            y + token, tl.full([LIST_TILE], BLOCKED_LOGIT, tl.float32), mask=(token >= low) & (token < high)
-        )
+        tl.store(y + token, tl.full([LIST_TILE], BLOCKED_LOGIT, tl.float32), mask=(token >= low) & (token < high))
     tl.debug_barrier()
 
 
@@ -185,9 +175,7 @@ def store_block_maxima(x, maxima, low, end, width, TILE: tl.constexpr):
 def is_matchable(tokens, breaker_mask):
     """Which tokens may be in a match or follow one; `breaker_mask` is an address, 0 for none."""
     known = tokens >= 0
-    is_breaker = tl.load(
-        breaker_mask.to(tl.pointer_type(tl.int8)) + tokens, mask=known & (breaker_mask != 0), other=0
-    )
+    is_breaker = tl.load(breaker_mask.to(tl.pointer_type(tl.int8)) + tokens, mask=known & (breaker_mask != 0), other=0)
     return known & (is_breaker == 0)
 
 
@@ -256,9 +244,7 @@ def apply_dry(y, counts, low, high, width, header, params, TILE: tl.constexpr):
         allowed = tl.load(params + ALLOWED_LENGTH_COLUMN).to(tl.int32)
         if best >= tl.maximum(allowed, 1):
             power = (best - allowed).to(tl.float64) * tl.log(tl.load(params + BASE_COLUMN))
-            penalty_per_match = tl.minimum(
-                tl.load(params + MULTIPLIER_COLUMN) * tl.exp(power), MAX_DRY_PENALTY
-            )
+            penalty_per_match = tl.minimum(tl.load(params + MULTIPLIER_COLUMN) * tl.exp(power), MAX_DRY_PENALTY)
             for first in range(start, count - 1, TILE):
                 lengths = match_lengths(ids, first + offsets, count, start, best)
                 tokens = next_tokens(ids, first + offsets, count, breaker_mask)

@@ -110,9 +110,7 @@ def narrow_kth_bounds(lo, hi, a, b, c, packed, reaching, k):
 @triton.jit
 def packed_counts(keys, a, b, c):
     """How many keys reach each of three bounds, packed into one int64 of 20-bit fields."""
-    num_reaching = (
-        (keys >= a).to(tl.int64) + ((keys >= b).to(tl.int64) << 20) + ((keys >= c).to(tl.int64) << 40)
-    )
+    num_reaching = (keys >= a).to(tl.int64) + ((keys >= b).to(tl.int64) << 20) + ((keys >= c).to(tl.int64) << 40)
     return tl.sum(num_reaching)
 
 
@@ -149,9 +147,7 @@ def load_block_keys(x, block_ids, count, width, start, TILE: tl.constexpr):
     """Keys and columns of a tile of the selected blocks, in the order of columns."""
     index = start + tl.arange(0, TILE)
     in_range = index < count * VOCAB_BLOCK
-    columns = (
-        tl.load(block_ids + index // VOCAB_BLOCK, mask=in_range, other=0) * VOCAB_BLOCK + index % VOCAB_BLOCK
-    )
+    columns = tl.load(block_ids + index // VOCAB_BLOCK, mask=in_range, other=0) * VOCAB_BLOCK + index % VOCAB_BLOCK
     columns = tl.where(in_range, columns, width)
     return load_keys(x, columns, width), columns
 
@@ -188,8 +184,7 @@ def top_k(
 ):  # fmt: skip
     """The k ≤ SORT_SIZE / 2 largest entries of a row, packed and sorted; others may follow."""
     max_blocks = tl.minimum(
-        (k + SPARE_BLOCKS + BLOCKS_PER_TILE - 1) // BLOCKS_PER_TILE * BLOCKS_PER_TILE,
-        SORT_SIZE - SORT_SIZE // 8,
+        (k + SPARE_BLOCKS + BLOCKS_PER_TILE - 1) // BLOCKS_PER_TILE * BLOCKS_PER_TILE, SORT_SIZE - SORT_SIZE // 8
     )
     count, min_key = select_blocks(maxima, block_ids, width, k, max_blocks, top, NUM_BLOCKS)
     num_reaching = tl.full([], 0, tl.int32)
@@ -205,9 +200,7 @@ def top_k(
         equal = (keys == min_key).to(tl.int32)
         keep = (keys > min_key) | ((equal > 0) & (num_ties + tl.cumsum(equal, 0) <= num_ties_kept))
         tl.store(
-            gathered + count_gathered + tl.cumsum(keep.to(tl.int32), 0) - 1,
-            pack_key_column(keys, columns),
-            mask=keep,
+            gathered + count_gathered + tl.cumsum(keep.to(tl.int32), 0) - 1, pack_key_column(keys, columns), mask=keep
         )
         count_gathered += tl.sum(keep.to(tl.int32))
         num_ties += tl.sum(equal)
@@ -341,11 +334,7 @@ def split_bounds(lo, hi):
 @triton.jit
 def narrow_mass_bounds(lo, hi, above, a, b, c, mass_a, mass_b, mass_c, target_mass):
     """The bounds between which the target mass is reached, and the mass above them."""
-    at_a, at_b, at_c = (
-        above + mass_a >= target_mass,
-        above + mass_b >= target_mass,
-        above + mass_c >= target_mass,
-    )
+    at_a, at_b, at_c = (above + mass_a >= target_mass, above + mass_b >= target_mass, above + mass_c >= target_mass)
     low = tl.where(at_c, c, tl.where(at_b, b, tl.where(at_a, a, lo)))
     high = tl.where(at_c, hi, tl.where(at_b, c - 1, tl.where(at_a, b - 1, a - 1)))
     passed = tl.where(at_c, 0.0, tl.where(at_b, mass_c, tl.where(at_a, mass_b, mass_a)))
@@ -361,22 +350,16 @@ def top_p_threshold(
     inv_temperature, smooth = (1.0 / temperature).to(tl.float32), smoothing.to(tl.float32)
     hi = top_key.to(tl.int64)
     # Top-p keeps no token below this: all of those together have less mass than it excludes.
-    min_possible_key = min_key_for_ratio(
-        top, (1.0 - limit) / width.to(tl.float64), temperature * 1.00001, smoothing
-    )
+    min_possible_key = min_key_for_ratio(top, (1.0 - limit) / width.to(tl.float64), temperature * 1.00001, smoothing)
     lo = tl.minimum(tl.maximum(min_possible_key - 1, MIN_FINITE_KEY), hi)
     a, b, c = split_bounds(lo, hi)
     total, mass_a, mass_b, mass_c = row_masses(x, width, a, b, c, top, inv_temperature, smooth, TILE)
     target_mass = tl.maximum(limit - THRESHOLD_TOLERANCE, THRESHOLD_TOLERANCE) * total
-    lo, hi, above = narrow_mass_bounds(
-        lo, hi, target_mass * 0.0, a, b, c, mass_a, mass_b, mass_c, target_mass
-    )
+    lo, hi, above = narrow_mass_bounds(lo, hi, target_mass * 0.0, a, b, c, mass_a, mass_b, mass_c, target_mass)
     count = list_keys_between(x, listed, width, lo, hi, TILE)
     while (lo < hi) & (count > CANDIDATE_TILE):
         a, b, c = split_bounds(lo, hi)
-        mass_a, mass_b, mass_c = listed_masses(
-            listed, count, a, b, c, top, inv_temperature, smooth, CANDIDATE_TILE
-        )
+        mass_a, mass_b, mass_c = listed_masses(listed, count, a, b, c, top, inv_temperature, smooth, CANDIDATE_TILE)
         lo, hi, above = narrow_mass_bounds(lo, hi, above, a, b, c, mass_a, mass_b, mass_c, target_mass)
         count = filter_listed_keys(listed, count, lo, hi, CANDIDATE_TILE)
     indices = tl.arange(0, CANDIDATE_TILE)
@@ -421,9 +404,7 @@ def kept_mass(
         next_v = load_logits(x, start + TILE + columns, width)
         keys = masked_keys(v, start + columns, width)
         keep, num_new = keep_mask(keys, min_key, num_ties_kept, ties)
-        mass = tl.sum(
-            tl.where(keep, unnormalized_probs(keys, top, inv_temperature, smoothing), 0.0).to(tl.float64)
-        )
+        mass = tl.sum(tl.where(keep, unnormalized_probs(keys, top, inv_temperature, smoothing), 0.0).to(tl.float64))
         tl.store(tile_sums + start // TILE, mass)
         tl.store(tie_counts + start // TILE, ties)
         total += mass
@@ -470,9 +451,7 @@ def gather_kept(x, gathered, width, min_key, num_ties_kept, SORT_SIZE: tl.conste
         num_kept = tl.sum(keep.to(tl.int32))
         if num_kept > 0:
             indices = count + tl.cumsum(keep.to(tl.int32), 0) - 1
-            tl.store(
-                gathered + indices, pack_key_column(keys, start + columns), mask=keep & (indices < SORT_SIZE)
-            )
+            tl.store(gathered + indices, pack_key_column(keys, start + columns), mask=keep & (indices < SORT_SIZE))
         count += num_kept
         ties += num_new
         v = next_v
