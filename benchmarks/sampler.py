@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from exlm.env import cap_onednn_isa
-from exlm.kernels.triton_launch import KernelLaunch
+from exlm.kernels.launch import KernelLaunch
 from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings, gpu_kernels
 
 BATCHES = (1, 16, 64)

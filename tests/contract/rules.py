@@ -15,12 +15,13 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 PUBLIC = "exlm"  # the package's own __init__: what `from exlm import …` reads
-BASE = ("errors", "lazy", "version", "memory", "atomic")  # "base" in the rows below
+BASE = ("errors", "lazy", "libcuda", "version", "memory", "atomic")  # "base" in the rows below
 
 IMPORT_TABLE = {
     # package: what it may import of exlm; only packages of earlier rows, so imports go one way.
     "errors": "",
     "lazy": "",
+    "libcuda": "",
     "version": "",
     "memory": "errors",
     "atomic": "errors",
@@ -54,7 +55,7 @@ IMPORT_TABLE = {
     "batch": "atomic exlm serve",
     "scale": "exlm serve batch",
     "bench": "base env spec formats checkpoint config kernels kvcache nn sampling model generator exlm",
-    "cli": "atomic env sampler_chain exlm serve batch scale bench",
+    "cli": "atomic libcuda env sampler_chain exlm serve batch scale bench",
     "__main__": "cli",
     "exllamav2": "exlm legacy",
 }
@@ -85,7 +86,7 @@ SPEC_NAMES_FOR_CHECKPOINT = (
 )
 """exlm.spec.tensor_names, and what exlm.spec re-exports from it: all that checkpoint may use of spec."""
 
-STANDARD_LIBRARY_ONLY = ("errors", "lazy", "memory", "version", "spec", "env")
+STANDARD_LIBRARY_ONLY = ("errors", "lazy", "libcuda", "memory", "version", "spec", "env")
 WITHOUT_TORCH = ("spec", "families", "tokenizer", "generator")
 TORCH_ALLOWED = ("exlm.generator.results", "exlm.tokenizer.tokenizer")  # make the tensors of public results
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")

@@ -18,9 +18,9 @@ import os
 import sys
 from collections.abc import Sequence
 from threading import Thread
-from typing import Any
 
 from .. import env
+from ..libcuda import libcuda
 
 GPU_COMMANDS = ("generate", "chat", "serve", "bench", "tune")
 """Commands that run a model on a GPU if there is one."""
@@ -86,9 +86,8 @@ def create_context(number: int = 0) -> Thread:
 
 
 def _retain_context(number: int) -> None:
-    try:
-        driver: Any = ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
+    driver = libcuda()
+    if driver is None:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), number):

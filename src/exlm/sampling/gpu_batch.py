@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..kernels.launch import raw_stream
 from ..kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
-from ..kernels.triton_launch import raw_stream
 from ..sampler_chain import STATEFUL_STEPS
 from .candidates import DrawnTokens
 from .gpu_kernels import (

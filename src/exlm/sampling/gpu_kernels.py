@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.launch import KernelLaunch, TritonKernel, cuda_driver
 from ..kernels.sampling_layout import MAX_TILES, MAX_VOCAB, VOCAB_BLOCK
-from ..kernels.triton_launch import KernelLaunch, TritonKernel, cuda_driver
 from .candidates import top_tokens_of
 from .settings import CompiledSettings
 

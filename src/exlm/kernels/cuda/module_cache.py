@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-import sys
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -19,35 +18,13 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import KernelError, MissingExtra
+from ...libcuda import libcuda
 from ...version import __version__
 from ..artifact_cache import ArtifactCache
+from ..launch import Grid, launch_config, launch_kernel, pointer_array
 
-Grid = tuple[int, int, int]
 _INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
 Defines = tuple[tuple[str, int], ...]
-
-
-class _Attribute(ctypes.Structure):
-    """The driver's CUlaunchAttribute."""
-
-    _fields_ = (("id", ctypes.c_int), ("_gap", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
-
-
-class _Config(ctypes.Structure):
-    """The driver's CUlaunchConfig: filled through ctypes, a launch costs the host a tenth of what it costs
-    through the objects of cuda-bindings."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
-_PDL = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
-_COOPERATIVE = _Attribute(2, 0, 1)  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-_ATTRIBUTES = (_Attribute * 2)(_PDL, _COOPERATIVE)
 
 
 class ModuleCache:
@@ -85,7 +62,6 @@ class CudaModule:
 
     def __init__(self, source: Path, defines: Defines, device: torch.device, cache: ArtifactCache) -> None:
         self._driver = bindings().driver
-        self._launch: Any = ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernelEx
         self.device = device
         major, minor = torch.cuda.get_device_capability(device)
         self._has_pdl = major >= 9
@@ -121,19 +97,11 @@ class CudaModule:
         pdl: bool = True,
         cooperative: bool = False,
     ) -> None:
-        """Start a kernel on the current stream; `arguments` are ctypes objects.
-
-        With `pdl` it may begin while the kernel before it still runs, which it must wait for by itself.
-        With `cooperative` all its thread blocks run at once, and may wait for each other.
-        """
-        places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
-        config = _Config(*grid, threads, 1, 1, shared, torch.cuda.current_stream(self.device).cuda_stream)
-        first, last = 0 if pdl and self._has_pdl else 1, 2 if cooperative else 1
-        if first < last:
-            config.attributes, config.count = ctypes.pointer(_ATTRIBUTES[first]), last - first
-        error = self._launch(ctypes.byref(config), self.kernel(name), places, None)
-        if error:
-            self._fail("cuLaunchKernelEx", self._driver.CUresult(error))
+        """Start a kernel on the current stream, as `launch_config` says; `arguments` are ctypes objects."""
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        config = launch_config(grid, threads, shared, stream, pdl and self._has_pdl, cooperative)
+        params = pointer_array([ctypes.addressof(one) for one in arguments])
+        launch_kernel(libcuda(), name, self.kernel(name), config, params)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         error, *answer = getattr(self._driver, name)(*arguments)

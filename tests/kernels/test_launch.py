@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from exlm.errors import KernelError
-from exlm.kernels.triton_launch import (
+from exlm.kernels.launch import (
     CUDA_ERROR_INVALID_CONTEXT,
     DriverLaunch,
     KernelLaunch,
+    LaunchConfig,
     TritonKernel,
     make_driver_kernel,
     param_layout,
@@ -40,16 +41,21 @@ class FakeDriver:
         offset._obj.value, size._obj.value = self.described[i]
         return 0
 
-    def cuLaunchKernel(self, *args: Any) -> int:
-        *given, places, extra = args
-        *shape, stream = [part.value for part in given]
+    def cuLaunchKernelEx(self, config: Any, function: Any, places: Any, extra: Any) -> int:
+        given: LaunchConfig = config._obj
+        assert given.num_attributes == 0
+        shape = (given.grid_x, given.grid_y, given.grid_z, given.block_x, given.block_y, given.block_z, given.shared)
         kinds: list[Any] = [
             ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32,
             ctypes.c_uint64, ctypes.c_uint64,
         ]  # fmt: skip
         values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
-        self.launched.append((*shape, stream or 0, extra, values))
+        self.launched.append((function.value, *shape, given.stream or 0, extra, values))
         return self.error
+
+    def cuGetErrorString(self, error: int, text: Any) -> int:
+        text._obj.value = b"a failure"
+        return 0
 
 
 def compiled_kernel(types: dict[str, str] = TYPES, **changes: Any) -> Any:
@@ -111,7 +117,7 @@ def test_a_thread_without_a_cuda_context_creates_it(monkeypatch: pytest.MonkeyPa
         entered.append(1)
         driver.error = 0
 
-    monkeypatch.setattr("exlm.kernels.triton_launch.init_cuda_context", enter)
+    monkeypatch.setattr("exlm.kernels.launch.init_cuda_context", enter)
     ready, x = driver_launcher(compiled_kernel(), driver), torch.zeros(1)
     for _ in range(2):
         ready((1, 1, 1), x, x, 1, 2, 3, 4)
@@ -126,7 +132,7 @@ def test_once_compiled_the_driver_launches(monkeypatch: pytest.MonkeyPatch) -> N
         times.append(1)
         return compiled_kernel()
 
-    monkeypatch.setattr("exlm.kernels.triton_launch.cuda_driver", lambda: driver)
+    monkeypatch.setattr("exlm.kernels.launch.cuda_driver", lambda: driver)
     kernel = TritonKernel({(2, 1, 1): compile_and_launch, (3, 1, 1): compile_and_launch}, 2)
     x, others = torch.zeros(8), [torch.zeros(2) for _ in range(3)]
     for much, rows in ((5, 2), (6, 3)):  # what it was compiled to serves other grids, too
