@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from exlm import spec
+from exlm.kernels.cuda import attention
 from exlm.kernels.cuda.attention import PagedDecodeAttention, SplitConfig, SplitCounters, default_split_config
 from exlm.kernels.reference import ReferenceBackend, RotaryEmbedding
 from exlm.kvcache.layer import CacheLayer
@@ -31,8 +32,8 @@ class RopeTables:
 
     def __init__(self, case: Case, style: str, device: torch.device) -> None:
         made = RotaryEmbedding(rope(case, style), 8192, device)
-        self.cos, self.sin, self.planes = made.cos, made.sin, made.mrope_axis.int()
-        self.dim, self.pairs = made.dim, style == "gptj"
+        self.cos, self.sin, self.mrope_axis = made.cos, made.sin, made.mrope_axis.int()
+        self.dim, self.interleaved = made.dim, style == "gptj"
 
     def __call__(self, *_: Tensor) -> tuple[Tensor, Tensor]:
         raise AssertionError("turned outside of the kernel")
@@ -193,13 +194,20 @@ def test_strided_heads_that_turned_elsewhere(counters: SplitCounters) -> None:
     assert float((got - want).float().norm() / want.float().norm()) < 2e-3
 
 
-def test_three_planes(counters: SplitCounters) -> None:
+def test_rope_of_the_triton_backend_is_applied_by_the_kernel() -> None:
+    """Backends of a GPU are chained: the CUDA kernel takes the tables of Triton's RoPE instead of calling it."""
+    norm_rope_act = pytest.importorskip("exlm.kernels.triton.norm_rope_act")
+    made = norm_rope_act.RopeTables.of(spec.Rope(1e4, 64), 16, CPU)
+    assert isinstance(made, attention.RopeTables)
+
+
+def test_mrope(counters: SplitCounters) -> None:
     case = Case("float", HALF, 2, 2, 64, (70, 5), 2)
     (q, k, v), layer, metadata = cases.step(case, CPU)
     turn = spec.Rope(1e4, 64, mrope_sections=(8, 10, 14))
     tables = RopeTables(case, "neox", CPU)
     made = RotaryEmbedding(turn, 8192, CPU)
-    tables.cos, tables.sin, tables.planes, tables.dim = made.cos, made.sin, made.mrope_axis.int(), 64
+    tables.cos, tables.sin, tables.mrope_axis, tables.dim = made.cos, made.sin, made.mrope_axis.int(), 64
     metadata = replace(metadata, positions=torch.randint(0, 500, (3, 2, 2)))
     plain, twin = ReferenceBackend(CPU, HALF), layer.clone()
     want = plain.attention(case.attn, plain.rope(turn, 8192))(q, k, v, layer, metadata)

@@ -53,13 +53,13 @@ class _Job(ctypes.Structure):
 
 @runtime_checkable
 class RopeTables(Protocol):
-    """A rotation whose tables are at hand."""
+    """A RoPE function that has its tables, as `triton.norm_rope_act.RopeTables`: the kernel applies RoPE itself."""
 
     cos: Tensor
     sin: Tensor
-    planes: Tensor
+    mrope_axis: Tensor
     dim: int
-    pairs: bool
+    interleaved: bool
 
 
 class CompiledModule(Protocol):
@@ -221,10 +221,10 @@ class PagedDecodeAttention:
         if metadata.mask is not None:
             job.mask, job.mask_step = metadata.mask.data_ptr(), metadata.mask.stride(0)
         if tables is not None:
-            job.cos, job.sin, job.dim, job.pairs = (*addresses(tables.cos, tables.sin), tables.dim, tables.pairs)
+            job.cos, job.sin, job.dim, job.pairs = (*addresses(tables.cos, tables.sin), tables.dim, tables.interleaved)
             job.positions, job.place_row, job.place_token = positions.data_ptr(), *positions.stride()[-2:]
             if positions.dim() == 3:
-                job.planes, job.place_plane = tables.planes.data_ptr(), positions.stride(0)
+                job.planes, job.place_plane = tables.mrope_axis.data_ptr(), positions.stride(0)
         chain_defines = choices(a, pages, plan, columns, metadata.mask is not None)
         made = self.counters.modules.module(MHA_SOURCE if alone else SOURCE, **chain_defines)
         job.rooms = queries * max(plan.warps * a.head_dim, 2 * slots)
