@@ -8,33 +8,38 @@ from torch import Tensor
 from exlm.sampling import SamplerState, SamplingRequest, Settings
 from exlm.sampling.candidates import block_maxima
 from exlm.sampling.logits_processors import NO_EDITS
-from exlm.sampling.sampler import SamplingTask, apply_logits_steps, final_candidates, make_task, row_group
+from exlm.sampling.sampler import apply_logits_steps, final_candidates
+from exlm.sampling.steps import RowGroup, make_task
 from exlm.sampling.vocabulary import SamplerVocabulary
 from tests.sampling.random_inputs import neutral
 
 Probabilities = dict[int, float]
 
 
-def task_of(batch_index: int, settings: Settings, width: int) -> SamplingTask:
-    """A row without a text."""
-    request = SamplingRequest(settings, SamplerState(settings, 0))
-    return make_task(batch_index, request, settings.compiled(), NO_EDITS, width, torch.device("cpu"))
+def group_of(settings: list[Settings], width: int) -> RowGroup:
+    """Rows without a text."""
+    device = torch.device("cpu")
+    requests = [SamplingRequest(each, SamplerState(each, 0)) for each in settings]
+    tasks = [
+        make_task(row, request, request.settings.compiled(), NO_EDITS, width, device)
+        for row, request in enumerate(requests)
+    ]
+    return RowGroup(tasks, SamplerVocabulary(), width, device)
 
 
 def final_probabilities(x: Tensor, settings: list[Settings]) -> list[Probabilities]:
     """After every step, for rows of logits that must be of one kind."""
-    tasks = [task_of(row, each, x.shape[1]) for row, each in enumerate(settings)]
-    if tasks[0].search_kind == "greedy":
+    group = group_of(settings, x.shape[1])
+    if group.search == "greedy":
         return [{int(token): 1.0} for token in x.argmax(-1)]
     x = x.clone()
-    apply_logits_steps(x, tasks, SamplerVocabulary())
+    apply_logits_steps(x, group)
     found: dict[int, Probabilities] = {}
-    group = row_group(tasks, SamplerVocabulary(), x.shape[1], x.device)
-    for members, c, _ in final_candidates(x, tasks, group, block_maxima(x)):
+    for members, _, c in final_candidates(x, group, block_maxima(x)):
         ids = torch.arange(x.shape[1]).expand(len(members), -1) if c.ids is None else c.ids
         for member, row_ids, row_p in zip(members, ids.tolist(), c.p.tolist(), strict=True):
             found[member] = {token: p for token, p in zip(row_ids, row_p, strict=True) if p > 0}
-    return [found[row] for row in range(len(tasks))]
+    return [found[row] for row in range(len(settings))]
 
 
 def from_probabilities(p: list[float], **changes: float) -> Probabilities:

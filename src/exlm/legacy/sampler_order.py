@@ -37,8 +37,9 @@ from ..sampling.candidates import (
 from ..sampling.logits_processors import apply_allowed, apply_edits, check_bias, compute_edits, mix_logits
 from ..sampling.request import FAILURE_MESSAGES
 from ..sampling.rng import uniform
-from ..sampling.sampler import SamplingTask, apply_logits_steps, final_candidates, make_task, row_group, update_states
+from ..sampling.sampler import apply_logits_steps, final_candidates, update_states
 from ..sampling.settings import CompiledSettings
+from ..sampling.steps import RowGroup, make_task
 from ..sampling.vocabulary import SamplerVocabulary
 
 MAX_SORTED_TOP_K = 500  # up to this k, exllamav2 left the candidates of top-k sorted
@@ -123,26 +124,26 @@ class _SampleCall:
         self.filter_mask.apply(x[0])
         if healing_ids is not None:
             apply_allowed(x[0], healing_ids)
-        task = make_task(0, row, plan, edits, x.shape[1], x.device)
-        apply_logits_steps(x, [task], self.vocabulary)
+        width = x.shape[1]
+        group = RowGroup([make_task(0, row, plan, edits, width, x.device)], self.vocabulary, width, x.device)
+        apply_logits_steps(x, group)
         maxima = block_maxima(x)
         _check_max_logit(float(maxima.amax()))
-        sampled = self._greedy(x, task) if plan.greedy else self._draw(x, maxima, task, u)
+        sampled = self._greedy(x, group) if plan.greedy else self._draw(x, maxima, group, u)
         sampled.mu = state.mirostat_mu
         return sampled
 
-    def _greedy(self, x: Tensor, task: SamplingTask) -> _RowSample:
+    def _greedy(self, x: Tensor, group: RowGroup) -> _RowSample:
         _, drawn = draw_greedy(x, self.num_top)
-        update_states(row_group([task], self.vocabulary, x.shape[1], x.device), None, drawn)
+        update_states(group, None, drawn)
         return _RowSample(int(drawn.tokens), 1.0, drawn.top_tokens, drawn.top_probs)
 
-    def _draw(self, x: Tensor, maxima: Tensor, task: SamplingTask, u: float) -> _RowSample:
-        group = row_group([task], self.vocabulary, x.shape[1], x.device)
-        ((_, c, _),) = final_candidates(x, [task], group, maxima)
+    def _draw(self, x: Tensor, maxima: Tensor, group: RowGroup, u: float) -> _RowSample:
+        (plan,), ((_, _, c),) = group.compiled, final_candidates(x, group, maxima)
         p = c.p if c.ids is None else torch.zeros_like(x, dtype=c.p.dtype).scatter_(1, c.ids, c.p)
         sorted_p, ids = stable_sort_descending(p)
-        ordered_ids, weights = _exllamav2_order(x, p[0], ids[0], task.compiled, self.num_top)
-        position = inverse_cdf(weights, u ** task.compiled.params["skew_power"])
+        ordered_ids, weights = _exllamav2_order(x, p[0], ids[0], plan, self.num_top)
+        position = inverse_cdf(weights, u ** plan.params["skew_power"])
         while p[0, ordered_ids[position]] == 0:
             position -= 1
         token = int(ordered_ids[position])

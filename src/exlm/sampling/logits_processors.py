@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.sampling_layout import BLOCKED_LOGIT
-from .penalties import PenalizedTokens, PenaltyRule, apply_penalties, to_device_of
+from .penalties import PenalizedTokens, PenaltyRule, apply_penalties
 from .request import SamplingRequest
 from .settings import CompiledSettings
 from .vocabulary import SamplerVocabulary
@@ -58,8 +58,8 @@ def compute_edits(
 ) -> LogitsEdits:
     """The changes that a row's settings, request and text ask for; `width` counts the tokens."""
     penalties, dry_penalties = None, {}
-    if compiled.reads_history:
-        request.sync_history()
+    if compiled.reads_history and request.history is not None:
+        request.state.sync_history(request.history)
     if compiled.penalty_rule is not None:
         penalized = request.state.penalized_tokens(compiled.penalty_rule)
         penalties = (compiled.penalty_rule, penalized) if penalized.ids else None
@@ -81,14 +81,15 @@ def apply_edits(x: Tensor, edits: Sequence[LogitsEdits]) -> None:
     flat = x.view(-1)
     blocked = [row * width + token for row, edit in enumerate(edits) for token in edit.blocked if 0 <= token < width]
     if blocked:
-        flat.index_fill_(0, to_device_of(torch.tensor(blocked), x), BLOCKED_LOGIT)
-    _add_bias(x, edits)
+        flat.index_fill_(0, torch.tensor(blocked).to(x.device, non_blocking=True), BLOCKED_LOGIT)
+    if any([edit.bias is not None for edit in edits]):
+        _add_biases(x, [edit.bias for edit in edits])
     dry_penalties = {
         row * width + token: penalty for row, edit in enumerate(edits) for token, penalty in edit.dry_penalties.items()
     }
     if dry_penalties:
         offsets = torch.tensor([*dry_penalties.values()], dtype=x.dtype)
-        flat[to_device_of(torch.tensor([*dry_penalties]), x)] -= to_device_of(offsets, x)
+        flat[torch.tensor([*dry_penalties]).to(x.device, non_blocking=True)] -= offsets.to(x.device, non_blocking=True)
     for row, edit in enumerate(edits):
         if edit.allowed is not None:
             apply_allowed(x[row], edit.allowed)
@@ -97,7 +98,7 @@ def apply_edits(x: Tensor, edits: Sequence[LogitsEdits]) -> None:
 def apply_allowed(x: Tensor, allowed: Tensor | Collection[int]) -> None:
     """Exclude from one row of logits (vocab,), in place, all tokens that are not allowed."""
     if isinstance(allowed, Tensor) and allowed.dtype in (torch.bool, torch.int32):
-        mask = to_device_of(allowed, x)
+        mask = allowed.to(x.device, non_blocking=True)
         if mask.dtype == torch.int32:
             bits = mask.unsqueeze(-1) >> torch.arange(BITS_PER_WORD, dtype=torch.int32, device=x.device)
             mask = (bits & 1).bool().flatten()[: len(x)]
@@ -107,18 +108,16 @@ def apply_allowed(x: Tensor, allowed: Tensor | Collection[int]) -> None:
         return
     ids: list[int] = allowed.tolist() if isinstance(allowed, Tensor) else list(allowed)
     in_vocab = torch.tensor([token for token in ids if 0 <= token < len(x)], dtype=torch.int64)
-    positions = to_device_of(in_vocab, x)
+    positions = in_vocab.to(x.device, non_blocking=True)
     kept = x[positions]
     x.fill_(-torch.inf)
     x[positions] = kept
 
 
-def _add_bias(x: Tensor, edits: Sequence[LogitsEdits]) -> None:
-    width = x.shape[1]
-    first = edits[0].bias
-    if first is not None and all(edit.bias is first for edit in edits):
-        x += to_device_of(first[:width], x).to(x.dtype)
-        return
-    for row, edit in enumerate(edits):
-        if edit.bias is not None:
-            x[row] += to_device_of(edit.bias[:width], x).to(x.dtype)
+def _add_biases(x: Tensor, biases: Sequence[Tensor | None]) -> None:
+    """Add a bias to each row of logits (rows, vocab) that has one; all rows at once if they share it."""
+    if biases[0] is not None and all(bias is biases[0] for bias in biases):
+        x, biases = x.unsqueeze(0), biases[:1]
+    for rows, bias in zip(x, biases, strict=True):
+        if bias is not None:
+            rows += bias[: x.shape[-1]].to(x.device, x.dtype, non_blocking=True)

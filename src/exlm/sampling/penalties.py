@@ -159,14 +159,9 @@ def apply_penalties(logits: Tensor, penalized: Sequence[tuple[int, PenaltyRule, 
         factor = factor.expand_as(positions)[in_vocab]
         positions, offset = positions[in_vocab], offset[in_vocab]
     flat = logits.view(-1)
-    positions, factor, offset = (to_device_of(part, flat) for part in (positions, factor, offset))
+    positions, factor, offset = (part.to(flat.device, non_blocking=True) for part in (positions, factor, offset))
     old = flat[positions]
     flat[positions] = torch.where(old > 0, old / factor, old * factor) - offset
-
-
-def to_device_of(values: Tensor, x: Tensor) -> Tensor:
-    """The values on the device of a tensor, without waiting for the copy."""
-    return values.to(x.device, non_blocking=True)
 
 
 def _penalty_factors(

@@ -11,39 +11,41 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from itertools import accumulate
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, TOO_MANY_CANDIDATES
-from ..sampler_chain import STATEFUL_STEPS, STEPS_BY_STAGE, Stage
+from ..sampler_chain import STEPS_BY_STAGE
 from . import gpu_kernels
 from .candidates import (
-    STEPS_NEEDING_SORT,
-    BatchParams,
     Candidates,
     DrawnTokens,
     all_candidates_in_chunks,
-    batch_params,
     block_maxima,
     candidates_above_floor,
     draw_from_candidates,
     draw_from_full_vocab,
     draw_greedy,
-    floor_needs_total,
-    log_prob_floor,
     top_k_candidates,
 )
 from .gpu_batch import GpuSampler
 from .gpu_kernels import HostTokens, copy_to_host
-from .logits_processors import NO_EDITS, LogitsEdits, apply_edits, check_bias, compute_edits, mix_logits
+from .logits_processors import apply_edits, check_bias, compute_edits, mix_logits
 from .request import SamplerOutput, SamplingRequest
-from .settings import CompiledSettings, Settings
-from .steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES, RowGroup, StepRows
+from .settings import Settings
+from .steps import (
+    CANDIDATES_STEPS,
+    DRAW_STEPS,
+    LOGITS_STEPS,
+    STATE_UPDATES,
+    GroupKey,
+    RowGroup,
+    SamplingTask,
+    make_task,
+)
 from .vocabulary import SamplerTokenizer, SamplerVocabulary
 
 _NO_DEVICE_SWITCH = nullcontext()
@@ -105,9 +107,10 @@ class Sampler:
         """Launch kernels for the rows that have one, torch for the others."""
         batch = self._gpu_sampler.prepare(requests, self.vocabulary.width(logits.shape[1]), device)
         x = self._apply_cfg(logits, requests) if batch.uses_cfg else self._checked_logits(logits, len(requests))
-        fallback_groups = self._group_tasks(x, requests, batch.fallback_rows) if batch.fallback_rows else []
+        fallback_groups = self._group_rows(x, requests, batch.fallback_rows) if batch.fallback_rows else []
         parts, host_tokens = self._gpu_sampler.launch(x, batch)
-        parts += [self._sample_group(x, group, batch.num_top) for group in fallback_groups]
+        for group in fallback_groups:
+            parts += self._sample_group(x, group, batch.num_top)
         drawn = _merge_parts(parts, device)
         if host_tokens is None and device.type == "cuda":
             host_tokens = copy_to_host(drawn.tokens)
@@ -125,13 +128,11 @@ class Sampler:
             return DrawnTokens(x.new_empty(0, dtype=torch.int64), x.new_empty(0))
         if num_top is None:
             num_top = min(x.shape[1], max([request.num_top_tokens for request in requests]))
-        groups = self._group_tasks(x, requests, range(len(requests)))
-        return _merge_parts([self._sample_group(x, group, num_top) for group in groups], x.device)
+        groups = self._group_rows(x, requests, range(len(requests)))
+        return _merge_parts([part for group in groups for part in self._sample_group(x, group, num_top)], x.device)
 
-    def _group_tasks(
-        self, x: Tensor, requests: Sequence[SamplingRequest], indices: Iterable[int]
-    ) -> list[list[SamplingTask]]:
-        """The tasks of some rows, in groups that go through the steps together."""
+    def _group_rows(self, x: Tensor, requests: Sequence[SamplingRequest], indices: Iterable[int]) -> list[RowGroup]:
+        """Some rows of the batch, in groups that go through the steps together."""
         width, checked_bias = x.shape[1], None
         chosen = [(index, requests[index], requests[index].settings.compiled()) for index in indices]
         for _, request, _ in chosen:
@@ -144,7 +145,7 @@ class Sampler:
             edits = compute_edits(request, compiled, self.vocabulary, width)
             task = make_task(index, request, compiled, edits, width, x.device)
             groups.setdefault(task.group_key, []).append(task)
-        return list(groups.values())
+        return [RowGroup(tasks, self.vocabulary, width, x.device) for tasks in groups.values()]
 
     def _checked_logits(self, logits: Tensor, num_rows: int) -> Tensor:
         """Checked logits in float32, without the padding."""
@@ -176,17 +177,16 @@ class Sampler:
         mixed[cfg_rows] = mix_logits(x[positive_rows], x[positive_rows + 1], scale)
         return mixed
 
-    def _sample_group(self, x: Tensor, tasks: list[SamplingTask], num_top: int) -> tuple[list[int], DrawnTokens]:
-        """Draw a token for the rows of one group from the batch's logits; with the rows' batch indices."""
-        batch_indices, edits_logits = [task.batch_index for task in tasks], tasks[0].edits_logits
-        if len(tasks) < len(x):
-            x = x.index_select(0, torch.tensor(batch_indices).to(x.device, non_blocking=True))
-        elif edits_logits:
+    def _sample_group(self, x: Tensor, group: RowGroup, num_top: int) -> list[tuple[list[int], DrawnTokens]]:
+        """Draw a token for the rows of one group from the batch's logits; in parts with the batch indices."""
+        if len(group.tasks) < len(x):
+            x = x.index_select(0, torch.tensor(group.batch_indices).to(x.device, non_blocking=True))
+        elif group.edits_logits:
             x = x.clone(memory_format=torch.contiguous_format)
-        if edits_logits:
-            apply_edits(x, [task.edits for task in tasks])
-            apply_logits_steps(x, tasks, self.vocabulary)
-        return batch_indices, _draw_group(x, tasks, self.vocabulary, num_top)
+        if group.edits_logits:
+            apply_edits(x, [task.edits for task in group.tasks])
+            apply_logits_steps(x, group)
+        return _draw_group(x, group, num_top)
 
 
 class PendingOutput:
@@ -269,172 +269,73 @@ def _cfg_scale(request: SamplingRequest) -> float:
 
 SMALL_VOCAB = 512  # up to here a vocabulary is one block
 
-SearchKind = Literal["greedy", "unfiltered", "top_k", "floor_below_max", "floor_of_total", "full_vocab"]
-GroupKey = tuple[SearchKind, bool, bool, bool]
+
+def apply_logits_steps(x: Tensor, group: RowGroup) -> None:
+    """Apply the steps on logits that need no text, in place, to edited logits (rows, vocab)."""
+    for step in STEPS_BY_STAGE["logits"]:
+        if step in group.active:
+            LOGITS_STEPS[step](x, group, group.active[step])
 
 
-class SamplingTask(NamedTuple):
-    """A row of the batch with what its settings amount to.
+def final_candidates(x: Tensor, group: RowGroup, maxima: Tensor) -> Iterator[tuple[list[int], RowGroup, Candidates]]:
+    """The candidates of a group's rows after every step, some rows at a time.
 
-    Tasks with the same `group_key`, which begins with `search_kind` and `edits_logits`, go through the steps
-    together.
+    Each time with these rows' indices in the group, and the group of them alone.
     """
-
-    batch_index: int
-    request: SamplingRequest
-    compiled: CompiledSettings
-    edits: LogitsEdits
-    log_prob_floor: float
-    search_kind: SearchKind
-    edits_logits: bool
-    group_key: GroupKey
-
-
-def row_group(
-    tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int, device: torch.device
-) -> RowGroup:
-    """The rows of some tasks; `width` counts the tokens."""
-    compiled = [task.compiled for task in tasks]
-    requests = [task.request for task in tasks]
-    return RowGroup(requests, compiled, batch_params(compiled, device), vocabulary, width, device)
+    found: Iterable[tuple[list[int], Candidates]]
+    if group.search == "top_k":
+        found = [(list(range(len(x))), top_k_candidates(x, group.compiled, group.batch_params, maxima))]
+    elif group.search in ("floor_of_max", "floor_of_total"):
+        floors = [task.log_prob_floor for task in group.tasks]
+        found = candidates_above_floor(x, group.compiled, group.batch_params, floors, maxima)
+    else:
+        found = all_candidates_in_chunks(x, range(len(x)), group.compiled)
+    for members, c in found:
+        selected = group if len(members) == len(x) else group.select(members)
+        for step in STEPS_BY_STAGE["candidates"]:
+            if step in selected.active:
+                CANDIDATES_STEPS[step](c, selected, selected.active[step])
+        yield members, selected, c
 
 
-def make_task(
-    batch_index: int,
-    request: SamplingRequest,
-    compiled: CompiledSettings,
-    edits: LogitsEdits,
-    width: int,
-    device: torch.device,
-) -> SamplingTask:
-    """Decide how a row's candidates are found; `width` counts the tokens."""
-    mu = None
-    can_sync = device.type == "cpu"
-    if can_sync and "mirostat" in compiled.steps:
-        initial = STATEFUL_STEPS["mirostat"](compiled.params)
-        mu = float(request.state.step_state("mirostat").at(request.position, initial, device))
-    search = _search_for if mu is None else _search_for.__wrapped__  # caching would not help: targets differ
-    edits_logits = edits is not NO_EDITS or bool(compiled.logits_steps)
-    floor, group_key = search(compiled, width, can_sync, mu, edits_logits)
-    return SamplingTask(batch_index, request, compiled, edits, floor, group_key[0], edits_logits, group_key)
+def _draw_group(x: Tensor, group: RowGroup, num_top: int) -> list[tuple[list[int], DrawnTokens]]:
+    """Draw a token for every row of edited logits (rows, vocab), and update the rows' states.
 
-
-@lru_cache(maxsize=1024)
-def _search_for(
-    compiled: CompiledSettings, width: int, can_sync: bool, mu: float | None, edited: bool
-) -> tuple[float, GroupKey]:
-    """A row's floor and group key; `can_sync` if the host may wait for what lies above a floor."""
-    floor = log_prob_floor(compiled, width, mu) if can_sync else -math.inf
-    kind: SearchKind = "full_vocab"
-    if compiled.greedy:
-        kind = "greedy"
-    elif 0 < compiled.top_k < width:
-        kind = "top_k"
-    elif not compiled.steps:
-        kind = "unfiltered"
-    elif floor > -math.inf:
-        kind = "floor_of_total" if floor_needs_total(compiled) else "floor_below_max"
-    # Sorting the vocabulary is slow: rows that need no sorting get a group of their own.
-    needs_sort = (
-        kind == "full_vocab" and bool(compiled.steps & STEPS_NEEDING_SORT),
-        kind == "full_vocab" and "typical" in compiled.steps,
-    )
-    return floor, (kind, edited, *needs_sort)
-
-
-def _draw_group(x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, num_top: int) -> DrawnTokens:
-    """Draw a token for every row of edited logits (rows, vocab), all of one group, and update the rows'
-    states.
-
-    Rows without a usable logit get a negative token.
+    The tokens come in parts, each with its rows' batch indices; rows without a usable logit get a negative one.
     """
-    kind, group = tasks[0].search_kind, row_group(tasks, vocabulary, x.shape[1], x.device)
-    if kind == "greedy":
+    if group.search == "greedy":
         top, drawn = draw_greedy(x, num_top)
         update_states(group, None, drawn)
         drawn.tokens = _mark_failures(top, drawn.tokens)
-        return drawn
+        return [(group.batch_indices, drawn)]
     maxima = block_maxima(x)
     top = maxima.amax(-1, keepdim=True)
-    if kind == "unfiltered" and x.shape[1] > SMALL_VOCAB:
-        drawn = draw_from_full_vocab(x, top, group.params, _uniforms_for(group), num_top)
-    else:
-        descending = kind == "top_k"  # found in this order on every device
-        parts = [
-            (members, _draw(c, selected, num_top, descending))
-            for members, c, selected in final_candidates(x, tasks, group, maxima)
-        ]
-        drawn = _merge_parts(parts, x.device)
-    drawn.tokens = _mark_failures(top.squeeze(1), drawn.tokens)
-    return drawn
-
-
-def final_candidates(
-    x: Tensor, tasks: Sequence[SamplingTask], group: RowGroup, maxima: Tensor
-) -> Iterator[tuple[list[int], Candidates, RowGroup]]:
-    """The candidates of rows after every step, some rows at a time.
-
-    Each time with these rows' indices among the tasks, and with their part of `group`.
-    """
-    for members, c in _find_candidates(x, tasks, group.params, maxima):
-        selected = group
-        if len(members) < len(tasks):
-            selected = row_group([tasks[i] for i in members], group.vocabulary, group.width, group.device)
-        for step in _used_steps("candidates", selected):
-            CANDIDATES_STEPS[step](c, StepRows(step, selected))
-        yield members, c, selected
-
-
-def _find_candidates(
-    x: Tensor, tasks: Sequence[SamplingTask], params: BatchParams, maxima: Tensor
-) -> Iterable[tuple[list[int], Candidates]]:
-    kind = tasks[0].search_kind
-    compiled_rows = [task.compiled for task in tasks]
-    if kind == "top_k":
-        return [(list(range(len(tasks))), top_k_candidates(x, compiled_rows, params, maxima))]
-    if kind in ("floor_below_max", "floor_of_total"):
-        floors = [task.log_prob_floor for task in tasks]
-        return candidates_above_floor(x, compiled_rows, params, floors, maxima)
-    return all_candidates_in_chunks(x, range(len(tasks)), compiled_rows)
-
-
-def _used_steps(stage: Stage, group: RowGroup) -> list[str]:
-    """The steps of a stage that any row takes, in order."""
-    used = frozenset[str]().union(*[{*row.steps, *row.logits_steps} for row in group.compiled])
-    return [step for step in STEPS_BY_STAGE[stage] if step in used]
-
-
-def apply_logits_steps(x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary) -> None:
-    """Apply the steps on logits that need no text, in place, to edited logits (rows, vocab)."""
-    if any([task.compiled.logits_steps for task in tasks]):
-        group = row_group(tasks, vocabulary, x.shape[1], x.device)
-        for step in _used_steps("logits", group):
-            LOGITS_STEPS[step](x, StepRows(step, group))
-
-
-def _draw(c: Candidates, group: RowGroup, num_top: int, descending: Tensor | bool) -> DrawnTokens:
-    uniforms = _uniforms_for(group)
-    for step in _used_steps("draw", group):
-        rows = StepRows(step, group)
-        uniforms = DRAW_STEPS[step](c, uniforms, rows)
-        descending = True if rows.active is None else descending | rows.active
-    drawn = draw_from_candidates(c, uniforms, num_top, descending)
-    update_states(group, c, drawn)
-    return drawn
-
-
-def _uniforms_for(group: RowGroup) -> Tensor:
-    """The uniform numbers (rows, 1) of some rows."""
-    uniforms = [[request.state.uniform(request.position)] for request in group.requests]
-    return torch.tensor(uniforms, dtype=torch.float64).to(group.device, non_blocking=True)
+    if group.search == "unfiltered" and x.shape[1] > SMALL_VOCAB:
+        drawn = draw_from_full_vocab(x, top, group.batch_params, group.uniforms(), num_top)
+        drawn.tokens = _mark_failures(top.squeeze(1), drawn.tokens)
+        return [(group.batch_indices, drawn)]
+    parts = []
+    for members, selected, c in final_candidates(x, group, maxima):
+        uniforms = selected.uniforms()
+        descending: Tensor | bool = group.search == "top_k"  # found in this order on every device
+        for step in STEPS_BY_STAGE["draw"]:
+            if step in selected.active:
+                active = selected.active[step]
+                uniforms = DRAW_STEPS[step](c, uniforms, selected)
+                descending = True if active is None else descending | active
+        drawn = draw_from_candidates(c, uniforms, num_top, descending)
+        update_states(selected, c, drawn)
+        part_top = top if selected is group else top[members]
+        drawn.tokens = _mark_failures(part_top.squeeze(1), drawn.tokens)
+        parts.append((selected.batch_indices, drawn))
+    return parts
 
 
 def update_states(group: RowGroup, c: Candidates | None, drawn: DrawnTokens) -> None:
     """Let drawn tokens move the states of stateful steps; greedy rows have no candidates."""
-    for step in frozenset[str]().union(*[compiled.stateful_steps for compiled in group.compiled]):
-        rows = StepRows(step, group)
+    for step in group.stateful_steps:
         probs = drawn.probs.double().unsqueeze(1)
-        rows.record_state(STATE_UPDATES[step](c, drawn.tokens.unsqueeze(1), probs, rows))
+        group.record_state(step, STATE_UPDATES[step](c, drawn.tokens.unsqueeze(1), probs, group))
 
 
 def _mark_failures(top: Tensor, tokens: Tensor) -> Tensor:

@@ -165,7 +165,14 @@ class Settings:
 
     def check(self) -> None:
         """Raise InputError, naming the field, for a value that is not valid."""
-        check_settings(self)
+        values = {name: getattr(self, name) for name in SETTINGS}
+        for name, setting in SETTINGS.items():
+            _check_setting(setting, values[name])
+        for step in STEPS:
+            for setting in step.settings:
+                violation = setting.active_bounds.describe_violation(values[setting.name])
+                if violation is not None and step.is_active(values):
+                    raise InputError(f"{setting.name} must be {violation}, found {values[setting.name]!r}.")
         bias = self.token_bias
         if bias is not None and (not isinstance(bias, Tensor) or bias.dim() != 1):
             shape = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
@@ -183,8 +190,8 @@ class Settings:
         compiled: CompiledSettings | None = self.__dict__["_compiled"]
         if compiled is None:
             self.check()
-            compiled = compile_settings(self)
-            self.__dict__["_compiled"] = compiled
+            normalized = [_normalized(setting, getattr(self, name)) for name, setting in SETTINGS.items()]
+            compiled = self.__dict__["_compiled"] = _compile(tuple(normalized))
         return compiled
 
     def disallow_tokens(self, tokenizer: PieceLookup, tokens: Iterable[int | str]) -> None:
@@ -254,7 +261,8 @@ class CompiledSettings:
     `logits_steps` change the logits by their values alone, in order; `steps` are those after the softmax and
     top-k; `stateful_steps` have a state that each token changes, also in a greedy row, which has no `steps`.
     `kernel_row` are the row's parameters for the GPU kernels, which can sample it if `kernels_support`.
-    `greedy_only` settings take the largest logit and use no other step.
+    With `reads_history` the tokens of the text matter. `greedy_only` settings take the largest logit and use no
+    other step.
     """
 
     greedy: bool
@@ -269,36 +277,15 @@ class CompiledSettings:
     penalty_rule: PenaltyRule | None
     dry_rule: DryRule | None
     xtc_exempt_ids: frozenset[int] | None
+    reads_history: bool
     greedy_only: bool
-
-    @property
-    def reads_history(self) -> bool:
-        """Whether the tokens of the text matter."""
-        return self.penalty_rule is not None or self.dry_rule is not None
-
-
-def check_settings(settings: Settings) -> None:
-    """Raise InputError, naming the field, for a value that is not valid."""
-    values = {name: getattr(settings, name) for name in SETTINGS}
-    for name, setting in SETTINGS.items():
-        _check_setting(setting, values[name])
-    for step in STEPS:
-        for setting in step.settings:
-            violation = setting.active_bounds.describe_violation(values[setting.name])
-            if violation is not None and step.is_active(values):
-                raise InputError(f"{setting.name} must be {violation}, found {values[setting.name]!r}.")
-
-
-def compile_settings(settings: Settings) -> CompiledSettings:
-    """The settings checked and compiled; the same object for equal settings."""
-    check_settings(settings)
-    return _compile(tuple([_normalized(setting, getattr(settings, name)) for name, setting in SETTINGS.items()]))
 
 
 @lru_cache(maxsize=1024)
 def _compile(ordered: tuple[Any, ...]) -> CompiledSettings:
     values: dict[str, Any] = dict(zip(SETTINGS, ordered, strict=True))
     greedy, active = is_greedy(values), active_steps(values)
+    reads_history = not active.isdisjoint(("penalties", "dry"))
     params = step_params(values, active)
     logits_steps = tuple(name for name in STEPS_BY_STAGE["logits"] if name in active - REQUEST_STEPS)
     stateful_steps = tuple(name for name in STATEFUL_STEPS if name in active)
@@ -337,7 +324,8 @@ def _compile(ordered: tuple[Any, ...]) -> CompiledSettings:
         penalty_rule=penalty_rule,
         dry_rule=dry_rule,
         xtc_exempt_ids=values["xtc_ignore_tokens"],
-        greedy_only=greedy and not stateful_steps and penalty_rule is None and dry_rule is None,
+        reads_history=reads_history,
+        greedy_only=greedy and not stateful_steps and not reads_history,
     )
 
 

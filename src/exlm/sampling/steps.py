@@ -1,90 +1,147 @@
 """The steps of the chain in torch, one function each, under the names of `exlm.sampler_chain`.
 
-A step on logits changes them in place. A step on candidates takes them and the rows as `StepRows`, and leaves
-at least one token in every row. A step on the draw changes the uniform numbers. A stateful step has a second
-function, which gives its state after the drawn tokens. Top-k comes before all these, when candidates are
-found. Thresholds are inclusive, and met by whatever float32 logits cannot tell from them.
+A step works on all rows of a `RowGroup`, and changes those that are `active` (rows, 1), or all. A step on logits
+changes them in place. A step on candidates leaves at least one token in every row. A step on the draw changes
+the uniform numbers. A stateful step has a second function, which gives its state after the drawn tokens. Top-k
+comes before all these, when candidates are found. Thresholds are inclusive, and met by whatever float32 logits
+cannot tell from them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.sampling_layout import BLOCKED_LOGIT, GREEDY_BELOW_TEMPERATURE, TFS_MIN_PROB, THRESHOLD_TOLERANCE
 from ..sampler_chain import STATEFUL_STEPS
-from .candidates import BatchParams, Candidates
+from .candidates import STEPS_NEEDING_SORT, Candidates, batch_params, floor_needs_total, log_prob_floor
+from .logits_processors import NO_EDITS, LogitsEdits
 from .request import SamplingRequest
 from .settings import CompiledSettings
 from .vocabulary import SamplerVocabulary
 
-
-class RowGroup(NamedTuple):
-    """Rows that go through the steps together, and what their steps read; `width` counts the tokens."""
-
-    requests: Sequence[SamplingRequest]
-    compiled: Sequence[CompiledSettings]
-    params: BatchParams
-    vocabulary: SamplerVocabulary
-    width: int
-    device: torch.device
+SearchKind = Literal["greedy", "unfiltered", "top_k", "floor_of_max", "floor_of_total", "full_vocab"]
+GroupKey = tuple[SearchKind, bool, bool, bool]
 
 
-class StepRows:
-    """The rows of a group as one step sees them: the parameters, which rows use the step, and their states.
+class SamplingTask(NamedTuple):
+    """A row of the batch with what its settings amount to: how its candidates are found, at which position.
 
-    `params` are float64 columns (rows, 1), or (1, 1) where the rows agree. `active` says which rows use the
-    step (rows, 1); None if all do.
+    Tasks with the same `group_key`, which begins with the kind of search and whether the row's logits are
+    edited, go through the steps together.
     """
 
-    def __init__(self, step: str, group: RowGroup) -> None:
-        self.step = step
-        self.params = group.params.columns
-        self.device = group.device
-        self._group = group
-        uses = [step in compiled.steps or step in compiled.logits_steps for compiled in group.compiled]
-        self.active = None if all(uses) else torch.tensor(uses).unsqueeze(1).to(self.device, non_blocking=True)
+    batch_index: int
+    request: SamplingRequest
+    compiled: CompiledSettings
+    edits: LogitsEdits
+    position: int
+    log_prob_floor: float
+    group_key: GroupKey
 
-    @cached_property
-    def state(self) -> Tensor:
-        """Each row's state of the step (rows, 1), for the token that is to be sampled."""
-        initial, group = STATEFUL_STEPS[self.step], self._group
+
+def make_task(
+    batch_index: int,
+    request: SamplingRequest,
+    compiled: CompiledSettings,
+    edits: LogitsEdits,
+    width: int,
+    device: torch.device,
+) -> SamplingTask:
+    """Decide how a row's candidates are found; `width` counts the tokens."""
+    mu, position = None, request.position
+    can_sync = device.type == "cpu"
+    if can_sync and "mirostat" in compiled.steps:
+        initial = STATEFUL_STEPS["mirostat"](compiled.params)
+        mu = float(request.state.step_state("mirostat").at(position, initial, device))
+    search = _search_for if mu is None else _search_for.__wrapped__  # caching would not help: targets differ
+    edits_logits = edits is not NO_EDITS or bool(compiled.logits_steps)
+    return SamplingTask(
+        batch_index, request, compiled, edits, position, *search(compiled, width, can_sync, mu, edits_logits)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _search_for(
+    compiled: CompiledSettings, width: int, can_sync: bool, mu: float | None, edited: bool
+) -> tuple[float, GroupKey]:
+    """A row's floor and group key; `can_sync` if the host may wait for what lies above a floor."""
+    floor = log_prob_floor(compiled, width, mu) if can_sync else -math.inf
+    kind: SearchKind = "full_vocab"
+    if compiled.greedy:
+        kind = "greedy"
+    elif 0 < compiled.top_k < width:
+        kind = "top_k"
+    elif not compiled.steps:
+        kind = "unfiltered"
+    elif floor > -math.inf:
+        kind = "floor_of_total" if floor_needs_total(compiled) else "floor_of_max"
+    # Sorting the vocabulary is slow: rows that need no sorting get a group of their own.
+    needs_sort = (
+        kind == "full_vocab" and bool(compiled.steps & STEPS_NEEDING_SORT),
+        kind == "full_vocab" and "typical" in compiled.steps,
+    )
+    return floor, (kind, edited, *needs_sort)
+
+
+class RowGroup:
+    """Rows that go through the steps together, and what the steps read of them.
+
+    `params` are float64 columns (rows, 1), or (1, 1) where the rows agree. `active` has every step that changes
+    a row, with the rows that take it (rows, 1); None if all do. `stateful_steps` are those whose state a row
+    keeps. `width` counts the tokens.
+    """
+
+    def __init__(
+        self, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int, device: torch.device
+    ) -> None:
+        self.tasks, self.vocabulary, self.width, self.device = tasks, vocabulary, width, device
+        self.search, self.edits_logits, _, _ = tasks[0].group_key
+        self.batch_indices = [task.batch_index for task in tasks]
+        self.compiled = [task.compiled for task in tasks]
+        self.batch_params = batch_params(self.compiled, device)
+        self.params = self.batch_params.columns
+        different = set(self.compiled)
+        taken = [compiled.steps.union(compiled.logits_steps) for compiled in different]
+        self.active: dict[str, Tensor | None] = dict.fromkeys(frozenset.intersection(*taken))
+        for step in frozenset.union(*taken).difference(self.active):
+            takes_step = [[step in compiled.steps or step in compiled.logits_steps] for compiled in self.compiled]
+            self.active[step] = torch.tensor(takes_step).to(device, non_blocking=True)
+        self.stateful_steps = {step for compiled in different for step in compiled.stateful_steps}
+
+    def select(self, members: Sequence[int]) -> RowGroup:
+        """Some of the rows."""
+        return RowGroup([self.tasks[i] for i in members], self.vocabulary, self.width, self.device)
+
+    def uniforms(self) -> Tensor:
+        """Each row's uniform number (rows, 1) for the token that is to be sampled."""
+        uniforms = [[task.request.state.uniform(task.position)] for task in self.tasks]
+        return torch.tensor(uniforms, dtype=torch.float64).to(self.device, non_blocking=True)
+
+    def state(self, step: str) -> Tensor:
+        """Each row's state of a step (rows, 1), for the token that is to be sampled."""
+        initial = STATEFUL_STEPS[step]
         states = [
-            request.state.step_state(self.step).at(request.position, initial(compiled.params), self.device)
-            for request, compiled in zip(group.requests, group.compiled, strict=True)
+            task.request.state.step_state(step).at(task.position, initial(task.compiled.params), self.device)
+            for task in self.tasks
         ]
         return torch.stack(states).unsqueeze(1)
 
-    def record_state(self, values: Tensor) -> None:
-        """Remember the states (rows, 1) that the drawn tokens led to, in the rows that use the step."""
-        flat, group = values.squeeze(1), self._group
-        for index, (request, compiled) in enumerate(zip(group.requests, group.compiled, strict=True)):
-            if self.step in compiled.stateful_steps:
-                request.state.step_state(self.step).record(request.position, flat, index)
-
-    def xtc_exempt_mask(self, c: Candidates) -> Tensor | None:
-        """Which candidates XTC never excludes (rows, k); None if that is none."""
-        _, compiled_rows, _, vocabulary, width, device = self._group
-        sets = [
-            vocabulary.xtc_exempt_ids_of(compiled) if self.step in compiled.steps else None
-            for compiled in compiled_rows
-        ]
-        used = [ids for ids in sets if ids is not None]
-        if not any(used):
-            return None
-        if all(ids is used[0] or ids == used[0] for ids in used):
-            mask = vocabulary.mask(used[0], width, device)
-            return mask.unsqueeze(0) if c.ids is None else mask[c.ids]
-        masks = torch.stack([vocabulary.mask(ids or frozenset(), width, device) for ids in sets])
-        return masks if c.ids is None else masks.gather(1, c.ids)
+    def record_state(self, step: str, values: Tensor) -> None:
+        """Remember the states (rows, 1) that the drawn tokens led to, in the rows that keep one."""
+        flat = values.squeeze(1)
+        for index, task in enumerate(self.tasks):
+            if step in task.compiled.stateful_steps:
+                task.request.state.step_state(step).record(task.position, flat, index)
 
 
-def top_n_sigma(x: Tensor, rows: StepRows) -> None:
+def top_n_sigma(x: Tensor, rows: RowGroup, active: Tensor | None) -> None:
     """Exclude logits more than n standard deviations below the row's largest one.
 
     The deviation is that of all tokens that nothing excluded or blocked before. A row with a NaN or an
@@ -96,34 +153,32 @@ def top_n_sigma(x: Tensor, rows: StepRows) -> None:
     variance = torch.where(counted, x - mean, 0.0).square_().sum(-1, keepdim=True) / count
     limit = rows.params["top_n_sigma"] * variance.sqrt() * (1.0 + THRESHOLD_TOLERANCE)
     excluded = x.amax(-1, keepdim=True).double() - x > limit
-    x.masked_fill_(excluded if rows.active is None else excluded & rows.active, -torch.inf)
+    x.masked_fill_(excluded if active is None else excluded & active, -torch.inf)
 
 
-def top_p(c: Candidates, rows: StepRows) -> None:
+def top_p(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     """The smallest set of most probable tokens that reaches p together: the token that reaches it stays."""
     c.sort_descending()
     before = c.p.cumsum(-1) - c.p
-    c.keep_and_renormalize(
-        before < (rows.params["top_p"] - THRESHOLD_TOLERANCE).clamp_min(THRESHOLD_TOLERANCE), rows.active
-    )
+    c.keep_and_renormalize(before < (rows.params["top_p"] - THRESHOLD_TOLERANCE).clamp_min(THRESHOLD_TOLERANCE), active)
 
 
-def top_a(c: Candidates, rows: StepRows) -> None:
+def top_a(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     """Tokens with at least a times the square of the largest probability."""
     top = c.p.amax(-1, keepdim=True)
     c.keep_and_renormalize(
-        c.p >= torch.minimum(rows.params["top_a"] * top * top * (1.0 - THRESHOLD_TOLERANCE), top), rows.active
+        c.p >= torch.minimum(rows.params["top_a"] * top * top * (1.0 - THRESHOLD_TOLERANCE), top), active
     )
 
 
-def min_p(c: Candidates, rows: StepRows) -> None:
+def min_p(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     """Tokens with at least a given part of the largest probability."""
     c.keep_and_renormalize(
-        c.p >= rows.params["min_p"] * c.p.amax(-1, keepdim=True) * (1.0 - THRESHOLD_TOLERANCE), rows.active
+        c.p >= rows.params["min_p"] * c.p.amax(-1, keepdim=True) * (1.0 - THRESHOLD_TOLERANCE), active
     )
 
 
-def tfs(c: Candidates, rows: StepRows) -> None:
+def tfs(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     """Tokens before the tail, which begins where the curve of sorted probabilities has spent its curvature.
 
     Tokens below 1e-8 go in any case; with fewer than three left, or on a straight line, there is no tail.
@@ -137,15 +192,15 @@ def tfs(c: Candidates, rows: StepRows) -> None:
     total = curvature.sum(-1, keepdim=True)
     spent = has_curvature & (curvature.cumsum(-1) <= (rows.params["tfs"] + THRESHOLD_TOLERANCE) * total)
     tail_start = torch.where(total > TFS_MIN_PROB * THRESHOLD_TOLERANCE, spent.sum(-1, keepdim=True) + 1, count)
-    c.keep_and_renormalize((p > 0) & (columns < tail_start), rows.active)
+    c.keep_and_renormalize((p > 0) & (columns < tail_start), active)
 
 
-def typical(c: Candidates, rows: StepRows) -> None:
+def typical(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     """Tokens whose surprise is nearest to what is expected, until they reach the given mass together."""
     surprise = -torch.where(c.p > 0, c.p, 1.0).log()
     expected = (c.p * surprise).sum(-1, keepdim=True)
     distance = torch.where(c.p > 0, (surprise - expected).abs(), torch.inf)
-    c.keep_and_renormalize(_mask_until_mass(distance, c.p, rows.params["typical"]), rows.active)
+    c.keep_and_renormalize(_mask_until_mass(distance, c.p, rows.params["typical"]), active)
 
 
 def _mask_until_mass(keys: Tensor, p: Tensor, mass: Tensor) -> Tensor:
@@ -156,18 +211,18 @@ def _mask_until_mass(keys: Tensor, p: Tensor, mass: Tensor) -> Tensor:
     return torch.zeros_like(kept).scatter_(1, columns, kept)
 
 
-def mirostat(c: Candidates, rows: StepRows) -> None:
+def mirostat(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     """Tokens no more surprising, in bits, than each row's target; at least the most probable."""
-    min_prob = torch.exp2(-rows.state) * (1.0 - THRESHOLD_TOLERANCE)
-    c.keep_and_renormalize(c.p >= torch.minimum(min_prob, c.p.amax(-1, keepdim=True)), rows.active)
+    min_prob = torch.exp2(-rows.state("mirostat")) * (1.0 - THRESHOLD_TOLERANCE)
+    c.keep_and_renormalize(c.p >= torch.minimum(min_prob, c.p.amax(-1, keepdim=True)), active)
 
 
-def update_mirostat(c: Candidates | None, tokens: Tensor, p: Tensor, rows: StepRows) -> Tensor:
+def update_mirostat(c: Candidates | None, tokens: Tensor, p: Tensor, rows: RowGroup) -> Tensor:
     """The targets after tokens of these probabilities were drawn."""
-    return rows.state + rows.params["mirostat_eta"] * (rows.params["mirostat_tau"] + p.log2())
+    return rows.state("mirostat") + rows.params["mirostat_eta"] * (rows.params["mirostat_tau"] + p.log2())
 
 
-def dynamic_temperature(c: Candidates, rows: StepRows) -> None:
+def dynamic_temperature(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     """A temperature between min_temp and max_temp, by how near the candidates are to equally probable.
 
     Below 0.01 it leaves only the most probable token, as everywhere.
@@ -177,12 +232,12 @@ def dynamic_temperature(c: Candidates, rows: StepRows) -> None:
     max_entropy = torch.where(count > 1, count.double().log(), 1.0)
     relative_entropy = (entropy / max_entropy).clamp(0.0, 1.0) ** rows.params["temp_exponent"]
     temperature = rows.params["min_temp"] + (rows.params["max_temp"] - rows.params["min_temp"]) * relative_entropy
-    _apply_temperature(c, temperature, rows.active)
+    _apply_temperature(c, temperature, active)
 
 
-def final_temperature(c: Candidates, rows: StepRows) -> None:
+def final_temperature(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     """Probabilities to the power of one over the temperature."""
-    _apply_temperature(c, rows.params["final_temperature"].expand(len(c.p), 1), rows.active)
+    _apply_temperature(c, rows.params["final_temperature"].expand(len(c.p), 1), active)
 
 
 def _apply_temperature(c: Candidates, temperature: Tensor, active: Tensor | None) -> None:
@@ -195,13 +250,13 @@ def _apply_temperature(c: Candidates, temperature: Tensor, active: Tensor | None
     c.p = weights / weights.sum(-1, keepdim=True)
 
 
-def xtc(c: Candidates, rows: StepRows) -> None:
+def xtc(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     """Scale down all but the least probable token above the threshold; exempt tokens never count.
 
     Rows that do not use it have a probability of exclusion of 0, which changes nothing.
     """
     above_threshold = (c.p >= rows.params["xtc_threshold"] * (1.0 - THRESHOLD_TOLERANCE)) & (c.p > 0)
-    exempt = rows.xtc_exempt_mask(c)
+    exempt = _xtc_exempt_mask(c, rows)
     if exempt is not None:
         above_threshold &= ~exempt
     lowest_prob = torch.where(above_threshold, c.p, torch.inf).amin(-1, keepdim=True)
@@ -215,41 +270,55 @@ def xtc(c: Candidates, rows: StepRows) -> None:
     c.p = c.p * torch.where(excluded, 1.0 - probability, scale_up)
 
 
+def _xtc_exempt_mask(c: Candidates, rows: RowGroup) -> Tensor | None:
+    """Which candidates XTC never excludes (rows, k); None if that is none."""
+    vocabulary, width, device = rows.vocabulary, rows.width, rows.device
+    sets = [vocabulary.xtc_exempt_ids_of(each) if "xtc" in each.steps else None for each in rows.compiled]
+    used = [ids for ids in sets if ids is not None]
+    if not any(used):
+        return None
+    if all(ids is used[0] or ids == used[0] for ids in used):
+        mask = vocabulary.mask(used[0], width, device)
+        return mask.unsqueeze(0) if c.ids is None else mask[c.ids]
+    masks = torch.stack([vocabulary.mask(ids or frozenset(), width, device) for ids in sets])
+    return masks if c.ids is None else masks.gather(1, c.ids)
+
+
 ADAPTIVE_WIDTH = 0.3  # of probability: the unit of the distance to the target
 ADAPTIVE_SHARPNESS = 10.0  # new logits fall with the square of a small distance, linearly in a large one
 
 
-def adaptive_p(c: Candidates, rows: StepRows) -> None:
+def adaptive_p(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     """Prefer tokens whose probability is near a target, which compensates for the mean of the tokens before.
 
     The state is that mean, exponentially decaying, of the drawn tokens' probabilities before this step. The
     candidates keep their order.
     """
-    target = (2.0 * rows.params["adaptive_target"] - rows.state).clamp(0.0, 1.0)
+    target = (2.0 * rows.params["adaptive_target"] - rows.state("adaptive_p")).clamp(0.0, 1.0)
     distance = (c.p - target).abs() / ADAPTIVE_WIDTH
     new_logits = -ADAPTIVE_SHARPNESS * distance.square() / (1.0 + distance)
     weights = torch.where(c.p > 0, new_logits.exp(), 0.0)
     reshaped = weights / weights.sum(-1, keepdim=True)
     c.original = c.p, c.ids
-    c.p = reshaped if rows.active is None else torch.where(rows.active, reshaped, c.p)
+    c.p = reshaped if active is None else torch.where(active, reshaped, c.p)
 
 
-def update_adaptive_p(c: Candidates | None, tokens: Tensor, p: Tensor, rows: StepRows) -> Tensor:
+def update_adaptive_p(c: Candidates | None, tokens: Tensor, p: Tensor, rows: RowGroup) -> Tensor:
     """The means after these tokens; a greedy row's token is a certainty."""
     original = p if c is None else c.original_probs(tokens)
-    return rows.params["adaptive_decay"] * rows.state + (1.0 - rows.params["adaptive_decay"]) * original
+    return rows.params["adaptive_decay"] * rows.state("adaptive_p") + (1.0 - rows.params["adaptive_decay"]) * original
 
 
-def skew(c: Candidates, uniforms: Tensor, rows: StepRows) -> Tensor:
+def skew(c: Candidates, uniforms: Tensor, rows: RowGroup) -> Tensor:
     """Uniform numbers (rows, 1) bent towards 0 or 1; such rows are drawn from in descending order."""
     c.sort_descending()
     return uniforms ** rows.params["skew_power"]
 
 
-LogitsStep = Callable[[Tensor, StepRows], None]
-CandidatesStep = Callable[[Candidates, StepRows], None]
-DrawStep = Callable[[Candidates, Tensor, StepRows], Tensor]
-StateUpdate = Callable[[Candidates | None, Tensor, Tensor, StepRows], Tensor]
+LogitsStep = Callable[[Tensor, RowGroup, Tensor | None], None]
+CandidatesStep = Callable[[Candidates, RowGroup, Tensor | None], None]
+DrawStep = Callable[[Candidates, Tensor, RowGroup], Tensor]
+StateUpdate = Callable[[Candidates | None, Tensor, Tensor, RowGroup], Tensor]
 
 LOGITS_STEPS: Mapping[str, LogitsStep] = MappingProxyType({"top_n_sigma": top_n_sigma})
 CANDIDATES_STEPS: Mapping[str, CandidatesStep] = MappingProxyType(
