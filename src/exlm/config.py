@@ -258,7 +258,7 @@ class Config(ConfigAttributes):
                 found = {name: str(entry.file) for name, entry in self._gguf_file.tensors.items()}
             else:
                 files = SafetensorsFolder(path)
-                found = {names.to_llama_key(name): str(files.info(name).file) for name in files.names()}
+                found = {names.to_llama_key(name): str(info.file) for name, info in files.tensors.items()}
             self._files = MappingProxyType(found)
         return self._files
 

@@ -10,7 +10,7 @@ from exlm import Config
 from exlm.bench.benchmark import BenchmarkConfig, run
 from exlm.bench.shapes import SHAPES
 from exlm.bench.synthetic import synthetic_format, write_model_folder
-from exlm.spec.weight_roles import matrices
+from exlm.spec.model import matrices
 
 PUBLISHED = {"llama-2-7b": 6.74, "llama-3-8b": 8.03, "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.53}
 """Billions of weights of each shape."""

@@ -41,7 +41,7 @@ def test_nbytes_of_exl2_is_its_size_in_files() -> None:
     assert isinstance(weight, PackedWeight)
     tensors = exl2.write(weight)
     assert sum(tensor.nbytes for tensor in tensors.values()) == made.nbytes(512, 96, head=False)
-    again = exl2.read(tensors, 512, 96, None, "here")
+    again = exl2.read(tensors, 512, 96, "here")
     assert torch.equal(again.dequantize(), weight.dequantize())
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from exlm import spec
 from exlm.families import ConfigReader, build_spec
 from exlm.families.gguf import config_from_metadata
-from exlm.spec.weight_roles import matrices
+from exlm.spec.model import matrices
 from tests.checkpoint.gguf_bytes import write_gguf
 
 LAYER_TENSORS = {

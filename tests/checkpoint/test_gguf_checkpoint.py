@@ -24,7 +24,7 @@ from exlm.kvcache import NoCache
 from exlm.model.builder import Builder
 from exlm.model.decoder import Decoder
 from exlm.nn.batch import Batch
-from exlm.spec.weight_roles import matrices
+from exlm.spec.model import matrices
 from tests import tiny
 from tests.checkpoint import gguf_models
 from tests.checkpoint.gguf_bytes import write_gguf

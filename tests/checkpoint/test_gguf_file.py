@@ -67,7 +67,7 @@ def test_reads_what_the_gguf_package_reads(valid_file: Path) -> None:
     assert set(file.tensors) == {tensor.name for tensor in by_gguf_package.tensors}
     for tensor in by_gguf_package.tensors:
         entry = file.tensors[tensor.name]
-        assert (entry.type_name, entry.nbytes) == (tensor.tensor_type.name, tensor.n_bytes)
+        assert (entry.dtype, entry.nbytes) == (tensor.tensor_type.name, tensor.n_bytes)
         assert entry.shape == tuple(reversed(tensor.shape.tolist()))
         assert file.view(tensor.name).numpy().tobytes() == tensor.data.tobytes()
     assert file.total_bytes == sum(tensor.n_bytes for tensor in by_gguf_package.tensors)

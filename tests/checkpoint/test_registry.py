@@ -23,7 +23,6 @@ def read_int8(
     tensors: Mapping[str, Tensor],
     in_features: int,
     out_features: int,
-    bias: Tensor | None,
     where: str,
     _config: QuantizationConfig,
 ) -> PackedWeight:
@@ -31,7 +30,7 @@ def read_int8(
     codes = require_tensor(tensors, "codes", where, (torch.uint8,), (out_features, in_features))
     scale = require_tensor(tensors, "scale", where, (torch.float16,), (out_features,))
     segment = Segment(8, (in_features,), pack(codes.T, 8), PlainScales(scale[None]), 128)
-    return PackedWeight("int8", in_features, out_features, (segment,), torch.float16, bias=bias)
+    return PackedWeight("int8", in_features, out_features, (segment,), torch.float16)
 
 
 def describe_int8(

@@ -296,11 +296,11 @@ class TestQuantised:
         checkpoint = open_checkpoint(tmp_path / "scaled", tensors, names)
         for ask in (
             lambda: read_weight(checkpoint, "layers.0.mlp.down", 4, 4),
-            lambda: checkpoint.check_unscaled("layers.0.mlp.down"),
+            lambda: checkpoint.refuse_scaled_inputs("layers.0.mlp.down"),
         ):
             with pytest.raises(Unsupported, match=r"act\.scales': the inputs of layers\.0\.mlp\.down are to be"):
                 ask()
-        checkpoint.check_unscaled("layers.0.mlp.up")
+        checkpoint.refuse_scaled_inputs("layers.0.mlp.up")
 
     @pytest.mark.parametrize("bits", [2, 3, 4, 8])
     @pytest.mark.parametrize("bits_in_config", [False, True])

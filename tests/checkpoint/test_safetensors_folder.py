@@ -59,11 +59,11 @@ def test_written_tensors_are_read(
 def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     save_file({"a": A, "b": B, "c": A.bfloat16()}, tmp_path / "x.safetensors", metadata={"format": "pt"})
     files = SafetensorsFolder(tmp_path)
-    assert sorted(files.names()) == ["a", "b", "c"]
+    assert sorted(files.tensors) == ["a", "b", "c"]
     assert files.total_bytes == A.nbytes + B.nbytes + A.bfloat16().nbytes
     assert all(same_bits(files.view(name), tensor) for name, tensor in (("a", A), ("b", B), ("c", A.bfloat16())))
-    assert "a" in files
-    assert "d" not in files
+    assert "a" in files.tensors
+    assert "d" not in files.tensors
 
 
 def test_names_come_from_every_file(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_names_come_from_every_file(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"b": B}, "output-00002-of-00002.safetensors")
     write_safetensors(tmp_path, {"c": B}, "extra.safetensors")
     files = SafetensorsFolder(tmp_path)
-    assert set(files.names()) == {"a", "b", "c"}
+    assert set(files.tensors) == {"a", "b", "c"}
     assert [path.name for path in files.paths] == [
         "extra.safetensors",
         "output-00001-of-00002.safetensors",
@@ -258,7 +258,7 @@ def test_shard_numbers_may_begin_with_0(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match=r"model-00001-of-00002\.safetensors missing; expected 2 files"):
         SafetensorsFolder(tmp_path)
     write_safetensors(tmp_path, {"b": B}, "model-00001-of-00002.safetensors")
-    assert set(SafetensorsFolder(tmp_path).names()) == {"a", "b"}
+    assert set(SafetensorsFolder(tmp_path).tensors) == {"a", "b"}
 
 
 def test_missing_shards_are_named(tmp_path: Path) -> None:
@@ -293,17 +293,17 @@ def test_pickles_alone_are_refused_with_a_remedy(tmp_path: Path) -> None:
 def test_pickles_beside_safetensors_are_ignored(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"a": A})
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    assert SafetensorsFolder(tmp_path).names() == ("a",)
+    assert list(SafetensorsFolder(tmp_path).tensors) == ["a"]
 
 
 @pytest.mark.parametrize("name", ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"])
 def test_weights_that_mistral_ships_a_second_time_are_left_out(name: str, tmp_path: Path) -> None:
     save_file({"tok_embeddings.weight": A}, tmp_path / name)
     if "-of-" not in name:
-        assert list(SafetensorsFolder(tmp_path).names()) == ["tok_embeddings.weight"]  # better than nothing
+        assert list(SafetensorsFolder(tmp_path).tensors) == ["tok_embeddings.weight"]  # better than nothing
     save_file({"model.embed_tokens.weight": A}, tmp_path / "model.safetensors")
     files = SafetensorsFolder(tmp_path)
-    assert list(files.names()) == ["model.embed_tokens.weight"]
+    assert list(files.tensors) == ["model.embed_tokens.weight"]
     assert files.total_bytes == A.nbytes
 
 
@@ -323,7 +323,7 @@ def test_no_folder(tmp_path: Path, name: str) -> None:
 def test_hidden_files_do_not_count(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"a": A})
     (tmp_path / "._model.safetensors").write_bytes(b"\0\5\x16\7")
-    assert SafetensorsFolder(tmp_path).names() == ("a",)
+    assert list(SafetensorsFolder(tmp_path).tensors) == ["a"]
 
 
 def test_a_header_of_odd_length_is_read(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_saved_tensors_are_read_back(
     paths = save_sharded(folder, tensors.items(), shard_bytes=shard_bytes, progress=lambda *done: progress.append(done))
     files = SafetensorsFolder(folder)
     assert files.paths == tuple(paths)
-    assert set(files.names()) == set(tensors)
+    assert set(files.tensors) == set(tensors)
     assert all(same_bits(files.view(name), tensor) for name, tensor in tensors.items())
     assert progress[-1] == (len(tensors), files.total_bytes)
     assert len(progress) == len(paths)
@@ -91,7 +91,7 @@ def test_views_and_shared_memory(tmp_path: Path) -> None:
 
 def test_tensors_that_were_read_can_be_saved(tmp_path: Path) -> None:
     files = SafetensorsFolder(write_safetensors(tmp_path / "a", _tensors()))
-    save_sharded(tmp_path / "b", ((name, files.view(name)) for name in files.names()), shard_bytes=100)
+    save_sharded(tmp_path / "b", ((name, files.view(name)) for name in files.tensors), shard_bytes=100)
     again = SafetensorsFolder(tmp_path / "b")
     assert all(same_bits(again.view(name), tensor) for name, tensor in _tensors().items())
 
@@ -157,7 +157,7 @@ def test_a_model_is_replaced_as_a_whole(tmp_path: Path, before: int, after: int)
     save_sharded(tmp_path, _tensors(7).items(), shard_bytes=before)
     save_sharded(tmp_path, _tensors(6, add=1).items(), shard_bytes=after, overwrite=True)
     files = SafetensorsFolder(tmp_path)
-    assert set(files.names()) == set(_tensors(6))
+    assert set(files.tensors) == set(_tensors(6))
     assert all(same_bits(files.view(name), tensor) for name, tensor in _tensors(6, add=1).items())
     assert (tmp_path / "config.json").exists()
     assert (tmp_path / INDEX).exists() == (after != 10**6)
@@ -209,7 +209,7 @@ def test_a_crash_while_renaming_leaves_no_mixture(
         files = SafetensorsFolder(tmp_path)
     except CheckpointError:
         return
-    read = {name: files.view(name) for name in files.names()}
+    read = {name: files.view(name) for name in files.tensors}
     assert any(
         set(read) == set(model) and all(same_bits(read[name], model[name]) for name in model) for model in (old, new)
     )

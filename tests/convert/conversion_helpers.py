@@ -15,7 +15,7 @@ from exlm import Config, Model, Tokenizer
 from exlm.checkpoint import open_source
 from exlm.formats import PackedWeight, PlainScales
 from exlm.formats.bits import unpack
-from exlm.spec.weight_roles import Matrix, matrices
+from exlm.spec.model import Matrix, matrices
 from tests import tiny
 from tests.model.random_quantized import random_gptq, replace_matrices
 

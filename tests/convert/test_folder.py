@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from exlm import Config, Unsupported, convert_model
 from exlm.formats import exl2, gptq
-from exlm.spec.weight_roles import matrices
+from exlm.spec.model import matrices
 from tests import tiny
 from tests.convert.conversion_helpers import (
     AWQ_JSON,

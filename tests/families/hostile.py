@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import save_file
 
 from exlm import Config, ExlmError, Model, spec
-from exlm.checkpoint.gguf_checkpoint import gguf_tensor_names
+from exlm.checkpoint.gguf_checkpoint import gguf_conversion
 from exlm.families import FAMILIES, ConfigReader, build_spec
 from exlm.families.gguf import config_from_metadata
 from exlm.kernels.reference import frequencies
-from exlm.spec.weight_roles import matrices
+from exlm.spec.model import matrices
 from tests.checkpoint.gguf_models import VARIANTS, metadata
 from tests.models.zoo_cases import CASES, Case
 from tests.models.zoo_recipes import GEMMA, LLAMA, RECIPES, deep_merge
@@ -184,7 +184,7 @@ def ggufs() -> Iterator[Attempt]:
 
     def read(table: dict[str, Any]) -> None:
         use_spec(build_spec(ConfigReader(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"]))))
-        gguf_tensor_names(table, "x.gguf")
+        gguf_conversion(table, "x.gguf")
 
     for variant, (arch, _) in VARIANTS.items():
         recorder = RecordingDict(metadata(variant) | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()})

@@ -12,7 +12,7 @@ import pytest
 from exlm.errors import ConfigError
 from exlm.families import ConfigReader, build_spec
 from exlm.families.config_reader import MAX_EXPERTS, MAX_TOTAL_EXPERTS, MAX_VOCAB
-from exlm.spec.weight_roles import matrices
+from exlm.spec.model import matrices
 from tests.conftest import ROOT
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the system limits a process's memory")

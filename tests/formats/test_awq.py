@@ -47,7 +47,7 @@ def test_read_equals_the_slow_decoder(size: int, inputs: int, words: int, size_i
         size = 1 << (size % 6)
         inputs = -(-inputs // size) * size
     tensors = random_awq_tensors(inputs, 8 * words, -(-inputs // size))
-    weight = awq.read(tensors, inputs, 8 * words, None, WHERE, awq_config(size if size_in_config else None))
+    weight = awq.read(tensors, inputs, 8 * words, WHERE, awq_config(size if size_in_config else None))
     assert weight.format_name == "awq"
     assert torch.equal(weight.dequantize(), oracles.awq(tensors, size))
 
@@ -59,37 +59,27 @@ def test_column_order() -> None:
         "qzeros": torch.zeros(1, 1, dtype=torch.int32),
         "scales": torch.ones(1, 8, dtype=torch.float16),
     }
-    weight = awq.read(tensors, 2, 8, None, WHERE, awq_config(2))
+    weight = awq.read(tensors, 2, 8, WHERE, awq_config(2))
     assert weight.dequantize().tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
     tensors["qzeros"] = tensors["qweight"][:1]
-    zero = awq.read(tensors, 2, 8, None, WHERE, awq_config(2)).segments[0].zero
+    zero = awq.read(tensors, 2, 8, WHERE, awq_config(2)).segments[0].zero
     assert isinstance(zero, Tensor)
     assert zero.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
 def test_one_group_for_all_inputs() -> None:
-    assert awq.read(random_awq_tensors(96, 8, 1), 96, 8, None, WHERE, awq_config(-1)).segments[0].group_sizes == (96,)
+    assert awq.read(random_awq_tensors(96, 8, 1), 96, 8, WHERE, awq_config(-1)).segments[0].group_sizes == (96,)
 
 
 def test_a_shared_zero_point_is_one_number() -> None:
     tensors = random_awq_tensors(64, 16, 2)
     tensors["qzeros"].fill_(0x88888888 - 2**32)
-    assert awq.read(tensors, 64, 16, None, WHERE, awq_config(32)).segments[0].zero == 8
-
-
-def test_a_bias_of_zeros_is_dropped() -> None:
-    assert awq.read(random_awq_tensors(64, 8, 1), 64, 8, torch.zeros(8), WHERE, awq_config()).bias is None
-    bias = torch.arange(8)
-    assert awq.read(random_awq_tensors(64, 8, 1), 64, 8, bias.half(), WHERE, awq_config()).bias is not None
-    with pytest.raises(BadTensor, match="bias"):
-        awq.read(random_awq_tensors(64, 8, 1), 64, 8, bias, WHERE, awq_config())
+    assert awq.read(tensors, 64, 16, WHERE, awq_config(32)).segments[0].zero == 8
 
 
 def test_it_can_be_written_as_gptq() -> None:
-    weight = awq.read(random_awq_tensors(64, 16, 2), 64, 16, None, WHERE, awq_config(32))
-    again = gptq.read(
-        gptq.write(weight, v2=True), 64, 16, None, WHERE, QuantizationConfig(4, checkpoint_format="gptq_v2")
-    )
+    weight = awq.read(random_awq_tensors(64, 16, 2), 64, 16, WHERE, awq_config(32))
+    again = gptq.read(gptq.write(weight, v2=True), 64, 16, WHERE, QuantizationConfig(4, checkpoint_format="gptq_v2"))
     assert torch.equal(again.dequantize(), weight.dequantize())
     with pytest.raises(Unsupported, match="zero points from 0 to 15 with 4 bits as gptq"):
         gptq.write(weight)
@@ -126,10 +116,10 @@ def test_corrupt_tensors_are_refused(corrupt: Corruption, seed: int) -> None:
     torch.manual_seed(seed)
     tensors = random_awq_tensors(160, 32, 5)
     config = awq_config(32, None if seed % 2 else 4)
-    assert awq.read(tensors, 160, 32, None, WHERE, config).in_features == 160
+    assert awq.read(tensors, 160, 32, WHERE, config).in_features == 160
     corrupt(tensors, Random(seed))
     with pytest.raises((BadTensor, MissingTensor), match=WHERE):
-        awq.read(tensors, 160, 32, None, WHERE, config)
+        awq.read(tensors, 160, 32, WHERE, config)
 
 
 @pytest.mark.parametrize(
@@ -148,19 +138,19 @@ def test_corrupt_tensors_are_refused(corrupt: Corruption, seed: int) -> None:
 )
 def test_a_wrong_shape_is_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(BadTensor, match="expected"):
-        awq.read(random_awq_tensors(160, 32, 5), *shape, None, WHERE, awq_config())
+        awq.read(random_awq_tensors(160, 32, 5), *shape, WHERE, awq_config())
 
 
 @pytest.mark.parametrize("size", [-1, 16, 64, 10**15])
 def test_a_wrong_group_size_is_refused(size: int) -> None:
     with pytest.raises(BadTensor, match="scales: expected"):
-        awq.read(random_awq_tensors(160, 32, 5), 160, 32, None, WHERE, awq_config(size))
+        awq.read(random_awq_tensors(160, 32, 5), 160, 32, WHERE, awq_config(size))
 
 
 @pytest.mark.parametrize("config", [QuantizationConfig(4), QuantizationConfig(8, checkpoint_format="gemm")])
 def test_a_config_of_another_layout_is_refused(config: QuantizationConfig) -> None:
     with pytest.raises(CheckpointError, match="expected AWQ's gemm layout of 4 bits"):
-        awq.read(random_awq_tensors(160, 32, 5), 160, 32, None, WHERE, config)
+        awq.read(random_awq_tensors(160, 32, 5), 160, 32, WHERE, config)
 
 
 @given(st.data())
@@ -174,7 +164,7 @@ def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
         shape = data.draw(st.sampled_from([own, own, (), (0,), (64,), (64, 4), (2, 4), (2, 32), (4, 4, 1)]))
         tensors[name] = torch.randint(-2, 30000, shape).to(dtype)
     try:
-        weight = awq.read(tensors, 64, 32, None, WHERE, awq_config(data.draw(st.sampled_from([None, 16, 32]))))
+        weight = awq.read(tensors, 64, 32, WHERE, awq_config(data.draw(st.sampled_from([None, 16, 32]))))
     except CheckpointError:
         return
     assert torch.equal(weight.dequantize(), oracles.awq(tensors, 64 // len(tensors["scales"])))

@@ -33,11 +33,11 @@ bits = st.sampled_from(sorted(SIZE_MULTIPLE))
 seeds = st.integers(0, 2**32)
 
 
-def read(tensors: Tensors, config: QuantizationConfig, bias: Tensor | None = None) -> PackedWeight:
+def read(tensors: Tensors, config: QuantizationConfig) -> PackedWeight:
     """Read with the shape that the tensors have; config.bits must be given."""
     assert config.bits
     rows, outputs = tensors["qweight"].shape
-    return gptq.read(tensors, rows * 32 // config.bits, outputs, bias, WHERE, config)
+    return gptq.read(tensors, rows * 32 // config.bits, outputs, WHERE, config)
 
 
 @pytest.mark.parametrize("name", EXLM_FIXTURES + GPTQMODEL_FIXTURES)
@@ -53,7 +53,7 @@ def test_reference_matrices(fixtures_dir: Path, name: str) -> None:
     for key, matrix in wanted.items():
         matrix = matrix if by_exlm else matrix.T
         inputs, outputs = matrix.shape
-        found = gptq.read(stored[key], inputs, outputs, None, key, config).dequantize()
+        found = gptq.read(stored[key], inputs, outputs, key, config).dequantize()
         assert found.dtype is torch.float16
         assert torch.equal(found.to(matrix.dtype), matrix)
 
@@ -122,7 +122,7 @@ def test_read_is_the_slow_decoder_and_write_its_inverse(
     assert torch.equal(weight.dequantize(), wanted)
     assert (weight.perm is None) == (group_of_input == sorted(group_of_input))
     assert oracles.same_tensors(gptq.write(weight, v2=v2), tensors)
-    other = gptq.read(tensors, len(group_of_input), len(outputs), None, WHERE, replace(config, bits=None))
+    other = gptq.read(tensors, len(group_of_input), len(outputs), WHERE, replace(config, bits=None))
     assert torch.equal(other.dequantize(), wanted)
 
 
@@ -215,13 +215,10 @@ def test_scales_become_float16(dtype: torch.dtype) -> None:
         read(tensors, QuantizationConfig(4))
 
 
-def test_a_bias_of_zeros_is_dropped() -> None:
+def test_a_bias_is_written() -> None:
     tensors = oracles.gptq_tensors(64, 8, 4, [0] * 64, 1)
-    assert read(tensors, QuantizationConfig(4), torch.zeros(8)).bias is None
     bias = torch.zeros(8)
-    bias[3] = 1
-    weight = read(tensors, QuantizationConfig(4), bias)
-    assert weight.bias is bias
+    weight = replace(read(tensors, QuantizationConfig(4)), bias=bias)
     assert gptq.write(weight)["bias"] is bias
 
 
@@ -274,10 +271,10 @@ def test_corrupt_tensors_are_refused(corrupt: Corruption, seed: int) -> None:
     group_of_input = torch.randperm(160) // 32 if seed % 2 else torch.arange(160) // 32
     tensors = oracles.gptq_tensors(160, 32, 4, group_of_input.tolist(), 5)
     config = QuantizationConfig(None if seed % 3 == 2 else 4, 32, checkpoint_format="gptq_v2")
-    assert gptq.read(tensors, 160, 32, None, WHERE, config).in_features == 160
+    assert gptq.read(tensors, 160, 32, WHERE, config).in_features == 160
     corrupt(tensors, Random(seed))
     with pytest.raises((BadTensor, MissingTensor), match=WHERE):
-        gptq.read(tensors, 160, 32, None, WHERE, config)
+        gptq.read(tensors, 160, 32, WHERE, config)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +284,7 @@ def test_corrupt_tensors_are_refused(corrupt: Corruption, seed: int) -> None:
 def test_a_wrong_shape_is_refused(shape: tuple[int, int], width: int | None) -> None:
     tensors = oracles.gptq_tensors(160, 32, 4, [k // 32 for k in range(160)], 5)
     with pytest.raises(BadTensor, match="expected"):
-        gptq.read(tensors, *shape, None, WHERE, QuantizationConfig(width))
+        gptq.read(tensors, *shape, WHERE, QuantizationConfig(width))
 
 
 @pytest.mark.parametrize("size", [-1, 16, 64, 160, 10**15])
@@ -298,12 +295,6 @@ def test_a_wrong_group_size_is_refused(size: int, zeros: bool) -> None:
         del tensors["g_idx"]
     with pytest.raises(BadTensor, match=r"scales: expected \d+ groups of \d+ for 160 inputs, found 5"):
         read(tensors, QuantizationConfig(4, size))
-
-
-@pytest.mark.parametrize("bias", [torch.ones(31), torch.ones(1, 32), torch.ones(32, dtype=torch.int32)])
-def test_a_wrong_bias_is_refused(bias: Tensor) -> None:
-    with pytest.raises(BadTensor, match="bias"):
-        read(oracles.gptq_tensors(64, 32, 4, [0] * 64, 1), QuantizationConfig(4), bias)
 
 
 @given(st.data())
@@ -318,7 +309,7 @@ def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
         tensors[name] = torch.randint(*data.draw(st.sampled_from([(0, 4), (-2, 30000)])), shape).to(dtype)
     config = QuantizationConfig(data.draw(st.sampled_from([None, 4, 8])), data.draw(st.sampled_from([None, 16])))
     try:
-        weight = gptq.read(tensors, 64, 32, None, WHERE, config)
+        weight = gptq.read(tensors, 64, 32, WHERE, config)
     except CheckpointError:
         return
     assert weight.dequantize().shape == (64, 32)

@@ -27,7 +27,7 @@ def model(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Model
     for key in (name.removesuffix(".q_weight") for name in stored if name.endswith(".q_weight")):
         parts = {n.removeprefix(key + "."): t for n, t in stored.items() if n.startswith(key + ".q_")}
         sizes = parts["q_invperm"].numel(), parts["q_weight"].shape[1]
-        dense[f"{key}.weight"] = exl2.read(parts, *sizes, None, key).dequantize().T.contiguous()
+        dense[f"{key}.weight"] = exl2.read(parts, *sizes, key).dequantize().T.contiguous()
     save_file(dense, folder / "model.safetensors")
     raw = json.loads((source / "config.json").read_text())
     del raw["quantization_config"]

@@ -32,7 +32,7 @@ from exlm.model.instance import open_checkpoint
 from exlm.model.multiprocess import rank_devices
 from exlm.model.placement import ComputeProfile, DeviceCapacity, compute_profile, estimate_modules
 from exlm.nn.block import DeviceTransfer
-from exlm.spec.weight_roles import matrices
+from exlm.spec.model import matrices
 from tests import tiny
 from tests.lora import peft_folders as peft
 

@@ -23,7 +23,7 @@ from exlm.parallel.shard import (
     slice_of_rank,
     slice_weight,
 )
-from exlm.spec.weight_roles import matrices
+from exlm.spec.model import matrices
 from tests import tiny
 from tests.models import zoo
 from tests.models.zoo_cases import CASES, Case

@@ -18,7 +18,7 @@ from exlm.quantize.calibration import make_calibration_ids
 from exlm.quantize.evaluate import _ids_from_file, held_out_ids
 from exlm.quantize.layer_loader import KVBuffer, layer_loader, make_batch
 from exlm.quantize.options import QuantizeOptions, parse_size
-from exlm.spec.weight_roles import matrices
+from exlm.spec.model import matrices
 from tests import tiny
 
 

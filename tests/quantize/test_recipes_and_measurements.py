@@ -20,7 +20,7 @@ from exlm.quantize.allocation import (
     quantized_matrices,
 )
 from exlm.quantize.sensitivity import Measurement, Profile
-from exlm.spec.weight_roles import Matrix
+from exlm.spec.model import Matrix
 
 SQUARE = Matrix("m", 4096, 4096)
 

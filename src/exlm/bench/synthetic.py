@@ -21,7 +21,7 @@ from ..formats import DenseWeight, Exl2Scales, KQuantScales, PackedWeight, Plain
 from ..formats.bits import num_words
 from ..formats.exl2 import BIT_WIDTHS
 from ..formats.gguf_types import BLOCK_LAYOUTS
-from ..spec.weight_roles import matrices
+from ..spec.model import matrices
 from .shapes import FORMATS, Shape
 
 GROUP_SIZE = 128

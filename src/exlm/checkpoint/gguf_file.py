@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from ..errors import BadFile, BadTensor, MissingTensor, ModelNotFound
+from ..errors import BadFile, BadTensor, ModelNotFound
 from ..formats.gguf_types import GGUF_TYPES, REMOVED_TYPES
-from .file_access import MappedFiles, damaged, quoted, refuse_lfs_pointer, regular_file_size
+from .tensor_files import TensorFiles, TensorInfo, damaged, quoted, refuse_lfs_pointer, regular_file_size
 
 ROPE_FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are part of a model's description and not weights."""
@@ -61,31 +61,11 @@ ALIGNMENT = "general.alignment"
 
 
 @dataclass(frozen=True)
-class GgufTensorInfo:
-    """One stored tensor, as the header of its file describes it."""
-
-    name: str
-    type_name: str  # as GGUF spells it: F32, Q4_K
-    shape: tuple[int, ...]  # the innermost size last, as torch has it
-    nbytes: int
-    file: Path
-    offset: int  # of the first byte, from the start of the file
-
-    @property
-    def rows(self) -> int:
-        """How many runs of the innermost size."""
-        return math.prod(self.shape[:-1])
-
-    def __str__(self) -> str:
-        return f"{self.file}: tensor {quoted(self.name)}"
-
-
-@dataclass(frozen=True)
 class GgufHeader:
     """A checked header: every tensor lies inside the file, and no two share a byte."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, GgufTensorInfo]
+    tensors: dict[str, TensorInfo]
 
 
 def read_gguf_header(path: Path, data: mmap.mmap | bytes) -> GgufHeader:
@@ -95,7 +75,7 @@ def read_gguf_header(path: Path, data: mmap.mmap | bytes) -> GgufHeader:
     cursor.take(8)
     tensor_count = cursor.count("tensors", MAX_TENSORS, 8 + 4 + 8 + 4 + 8)
     metadata = _metadata(cursor)
-    entries: dict[str, GgufTensorInfo] = {}
+    entries: dict[str, TensorInfo] = {}
     for _ in range(tensor_count):
         info = _tensor_info(cursor)
         if info.name in entries:
@@ -233,7 +213,7 @@ def _aligned(position: int, alignment: int) -> int:
     return -(-position // alignment) * alignment
 
 
-def _tensor_info(cursor: _Cursor) -> GgufTensorInfo:
+def _tensor_info(cursor: _Cursor) -> TensorInfo:
     """One tensor; its offset counts from the start of the data."""
     path = cursor.path
     name = cursor.text(MAX_NAME)
@@ -259,12 +239,12 @@ def _tensor_info(cursor: _Cursor) -> GgufTensorInfo:
         raise damaged(
             path, f"tensor {quoted(name)}: expected rows of whole {kind} blocks of {block}, found {list(shape)}"
         )
-    return GgufTensorInfo(name, kind, shape, math.prod(shape) // block * size, path, offset)
+    return TensorInfo(name, path, kind, shape, math.prod(shape) // block * size, offset)
 
 
 def _with_file_offsets(
-    path: Path, entries: dict[str, GgufTensorInfo], start: int, metadata: dict[str, Any], size: int
-) -> dict[str, GgufTensorInfo]:
+    path: Path, entries: dict[str, TensorInfo], start: int, metadata: dict[str, Any], size: int
+) -> dict[str, TensorInfo]:
     """The entries with offsets from the start of the file, if each has its own bytes there."""
     alignment = _alignment(path, metadata)
     last, end = "", 0
@@ -289,43 +269,31 @@ _header_cache: weakref.WeakValueDictionary[tuple[Path, int, int, int, int], Gguf
 a vocabulary takes a while."""
 
 
-class GgufFile:
+class GgufFile(TensorFiles):
     """A GGUF file; of a split model, any of the files stands for all of them.
 
-    `metadata` holds plain Python values (of a split model, those of the first file), `tensors` every tensor.
+    `metadata` holds plain Python values; of a split model, those of the first file.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Map the file and read its header; no tensor data is touched."""
-        self.path = Path(path)
+        super().__init__(Path(path))
         if not self.path.exists():
             raise ModelNotFound(f"Can't find {self.path}: no such file.")
-        self._maps = MappedFiles({})
         header = self._header(self.path)
         shards = _shards(self.path, header)
         headers = {one: header if one == self.path else self._header(one) for one in shards}
         _check_shards(headers)
         self.metadata: Mapping[str, Any] = MappingProxyType(headers[shards[0]].metadata)
-        tensors: dict[str, GgufTensorInfo] = {}
+        tensors: dict[str, TensorInfo] = {}
         for one in headers.values():
             for name, info in one.tensors.items():
                 if name in tensors:
                     raise BadFile(f"{tensors[name]} is also in {info.file}; expected it once.")
                 tensors[name] = info
-        self.tensors: Mapping[str, GgufTensorInfo] = MappingProxyType(tensors)
+        self.tensors = MappingProxyType(tensors)
         self.paths = tuple(shards)
         self._headers = headers  # keeps them in _header_cache
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(info.nbytes for info in self.tensors.values())
-
-    def info(self, name: str) -> GgufTensorInfo:
-        """What the header says of a tensor."""
-        if name not in self.tensors:
-            raise MissingTensor(f"{self.path}: found no tensor {quoted(name)} among {len(self.tensors)}.")
-        return self.tensors[name]
 
     def view(self, name: str) -> torch.Tensor:
         """The bytes of a tensor, (rows, bytes), a view of the file.
@@ -333,29 +301,24 @@ class GgufFile:
         Copy what is to be kept, then `release` it: a file that is truncated while a view is in use ends the
         process (SIGBUS).
         """
-        return self.view_rows(name, 0, self.info(name).rows)
+        return self.view_rows(name, 0, num_rows(self.info(name)))
 
     def view_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """The bytes of rows `start` to `stop`; all dimensions but the innermost count as rows."""
         info = self.info(name)
-        first, width = self._span(info, start, stop)
-        if start == stop:
-            return torch.empty((0, width), dtype=torch.uint8)
-        view = torch.frombuffer(
-            self._maps.get(info.file), dtype=torch.uint8, count=(stop - start) * width, offset=first
-        )
-        return view.view(stop - start, width)
+        rows = num_rows(info)
+        offset, count = info.byte_range(start, stop, rows)
+        if not count:
+            return torch.empty((0, info.nbytes // rows), dtype=torch.uint8)
+        view = torch.frombuffer(self._map(info.file), dtype=torch.uint8, count=count, offset=offset)
+        return view.view(stop - start, -1)
 
     def release(self, name: str) -> None:
         """Free the mapped pages of a tensor; a later read gets them from the file again."""
         info = self.info(name)
         # Neighbours too, as the kernel maps pages around each that is touched; no tensor here is written to.
         begin = info.offset // FAULT_AROUND * FAULT_AROUND
-        self._maps.release_pages(info.file, begin, info.offset + info.nbytes + FAULT_AROUND)
-
-    def close(self) -> None:
-        """Forget the maps of the files; views stay valid, and a later read maps the files again."""
-        self._maps.close()
+        self._release_pages(info.file, begin, info.offset + info.nbytes + FAULT_AROUND)
 
     def rope_factors(self) -> dict[str, list[float]]:
         """The rotary factors that are stored as tensors, by name: a part of the model's description."""
@@ -364,31 +327,30 @@ class GgufFile:
             if name not in self.tensors:
                 continue
             info = self.info(name)
-            if info.type_name != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_ROPE_FACTORS:
+            if info.dtype != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_ROPE_FACTORS:
                 raise BadTensor(
-                    f"{info}: expected at most {MAX_ROPE_FACTORS} numbers of F32, found {info.type_name} "
+                    f"{info}: expected at most {MAX_ROPE_FACTORS} numbers of F32, found {info.dtype} "
                     f"{list(info.shape)}."
                 )
             found[name] = [float(one) for one in self.view(name).clone().view(torch.float32)[0]]
         return found
 
-    def _span(self, info: GgufTensorInfo, start: int, stop: int) -> tuple[int, int]:
-        if not 0 <= start <= stop <= info.rows:
-            raise BadTensor(f"{info}: expected at least {stop} rows, found {info.rows}.")
-        width = info.nbytes // info.rows
-        return info.offset + start * width, width
-
     def _header(self, path: Path) -> GgufHeader:
         size = regular_file_size(path)
         if size < 24:
             raise damaged(path, f"expected a GGUF file of at least 24 bytes, found {size}")
-        self._maps.sizes[path] = size
+        self._sizes[path] = size
         now = path.stat()
         mark = (path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
         header = _header_cache.get(mark)
         if header is None:
-            header = _header_cache[mark] = read_gguf_header(path, self._maps.get(path))
+            header = _header_cache[mark] = read_gguf_header(path, self._map(path))
         return header
+
+
+def num_rows(info: TensorInfo) -> int:
+    """How many runs of the innermost size a tensor has."""
+    return math.prod(info.shape[:-1])
 
 
 def _shards(path: Path, header: GgufHeader) -> list[Path]:

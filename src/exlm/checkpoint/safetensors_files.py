@@ -11,7 +11,7 @@ between two files that hold the same tensor, and explains what is missing.
 Data that is kept as it is stored is loaded: read into memory of its own, a large tensor by several threads.
 Data that is cast or converted is a view of the mapped file, whose pages can be released again, so that
 loading a model takes the memory of the model and not that of its files too. Names are the stored ones;
-`tensor_index` maps a model's roles to them.
+`source` maps a model's roles to them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ import mmap
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
 
-from ..errors import BadFile, BadTensor, CheckpointError, MissingTensor, ModelNotFound, UnsafeFile
+from ..errors import BadFile, CheckpointError, ModelNotFound, UnsafeFile
 from ..formats.host_buffers import pooled_empty
-from .file_access import (
-    MappedFiles,
+from .tensor_files import (
+    TensorFiles,
+    TensorInfo,
     check_size,
     damaged,
     parse_json,
@@ -64,6 +65,8 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 
+FLOAT_TYPES = ("F16", "BF16", "F32", "F64")
+
 _FIELDS = ("dtype", "shape", "data_offsets")
 METADATA = "__metadata__"
 
@@ -80,29 +83,6 @@ MAX_THREADS = 4
 
 MIN_THREAD_BYTES = 16 * 2**20
 """Bytes each of those threads reads at least; several tensors are loaded at a time anyway."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One stored tensor: what its file's header says of it."""
-
-    name: str
-    file: Path
-    dtype: str  # as the file spells it: F16, BF16, I32
-    shape: tuple[int, ...]
-    nbytes: int
-    offset: int  # of the first byte, from the start of the file
-
-    def __str__(self) -> str:
-        return f"{self.file}: tensor {quoted(self.name)}"
-
-
-def flatten_experts(info: TensorInfo) -> TensorInfo:
-    """Experts stacked in a third dimension (experts, rows, columns) as (experts · rows, columns)."""
-    if len(info.shape) != 3:
-        return info
-    experts, rows, columns = info.shape
-    return replace(info, shape=(experts * rows, columns))
 
 
 # -- headers ---------------------------------------------------------------------------------------
@@ -220,58 +200,28 @@ def _check_every_byte_is_used(path: Path, tensors: dict[str, TensorInfo], start:
 # -- folders ---------------------------------------------------------------------------------------
 
 
-class SafetensorsFolder:
-    """Every tensor of the `*.safetensors` files in a folder; headers are read at once, data on demand.
-
-    Several threads may read at a time.
-    """
+class SafetensorsFolder(TensorFiles):
+    """Every tensor of the `*.safetensors` files in a folder; headers are read at once, data on demand."""
 
     def __init__(self, folder: Path) -> None:
         """Read every header and the index."""
-        self.folder = folder
-        found: dict[str, list[TensorInfo]] = {}
-        sizes: dict[Path, int] = {}
-        files = weight_files(folder)
+        super().__init__(folder)
+        self.paths = tuple(weight_files(folder))
         self.index = read_index(folder)  # tensor name → file name
-        for file in files:
-            header = read_header(file)
-            sizes[file] = header.file_size
+        found: dict[str, list[TensorInfo]] = {}
+        for path in self.paths:
+            header = read_header(path)
+            self._sizes[path] = header.file_size
             for name, info in header.tensors.items():
                 found.setdefault(name, []).append(info)
-        self._tensors = {name: _resolve_duplicate(infos, self.index.get(name)) for name, infos in found.items()}
-        self._sizes = sizes
-        self._maps = MappedFiles(sizes)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def names(self) -> tuple[str, ...]:
-        """Every stored name."""
-        return tuple(self._tensors)
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The weight files, by name."""
-        return tuple(self._sizes)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(info.nbytes for info in self._tensors.values())
-
-    def info(self, name: str) -> TensorInfo:
-        """What the header says of a tensor."""
-        if name not in self._tensors:
-            where = f"{self.folder}: tensor {quoted(name)}"
-            raise MissingTensor(f"{where} is in none of the files. {self.explain_missing(name)}".rstrip())
-        return self._tensors[name]
+        self.tensors = {name: _resolve_duplicate(infos, self.index.get(name)) for name, infos in found.items()}
 
     def explain_missing(self, name: str) -> str:
         """Where the index says a missing tensor should be, as a sentence; empty if it says nothing."""
         file = self.index.get(name)
         if file is None:
             return ""
-        if self.folder / file in self._sizes:
+        if self.path / file in self._sizes:
             return f"{INDEX} says it is in {quoted(file)}, which does not hold it: one of them is stale."
         return f"{INDEX} says it is in {quoted(file)}, which is not in the folder: download that file."
 
@@ -292,10 +242,10 @@ class SafetensorsFolder:
     def load_rows(self, of: str | TensorInfo, start: int, target: torch.Tensor) -> None:
         """Fill `target`, contiguous, on the CPU and of the stored type, with the rows from `start` on.
 
-        `of` is a tensor's name or its header entry, perhaps in another shape (`flatten_experts`).
+        `of` is a tensor's name or its header entry, perhaps in another shape .
         """
         info = self.info(of) if isinstance(of, str) else of
-        first, _ = self._row_bytes(info, start, start + len(target))
+        first, _ = info.byte_range(start, start + len(target), _rows(info))
         self._fill(info, first, target)
 
     def view(self, name: str) -> torch.Tensor:
@@ -310,7 +260,7 @@ class SafetensorsFolder:
     def view_rows(self, of: str | TensorInfo, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` along the first dimension; the others are not touched."""
         info = self.info(of) if isinstance(of, str) else of
-        first, _ = self._row_bytes(info, start, stop)
+        first, _ = info.byte_range(start, stop, _rows(info))
         return self._view(info, first, (stop - start, *info.shape[1:]))
 
     def release(self, of: str | TensorInfo, start: int = 0, stop: int | None = None) -> None:
@@ -321,21 +271,10 @@ class SafetensorsFolder:
         info = self.info(of) if isinstance(of, str) else of
         first, size = info.offset, info.nbytes
         if stop is not None:
-            first, size = self._row_bytes(info, start, stop)
+            first, size = info.byte_range(start, stop, _rows(info))
         # Only pages that hold nothing but this tensor: its neighbours may be in use.
         page = mmap.PAGESIZE
-        self._maps.release_pages(info.file, -(-first // page) * page, (first + size) // page * page)
-
-    def close(self) -> None:
-        """Forget the maps of the files; views stay valid, and a later read maps the files again."""
-        self._maps.close()
-
-    def _row_bytes(self, info: TensorInfo, start: int, stop: int) -> tuple[int, int]:
-        rows = info.shape[0] if info.shape else 0
-        if not 0 <= start <= stop <= rows:
-            raise BadTensor(f"{info}: expected at least {stop} rows, found shape {list(info.shape)}.")
-        row = info.nbytes // rows if rows else 0
-        return info.offset + start * row, (stop - start) * row
+        self._release_pages(info.file, -(-first // page) * page, (first + size) // page * page)
 
     def _fill(self, info: TensorInfo, offset: int, target: torch.Tensor) -> None:
         if not target.numel():
@@ -359,7 +298,7 @@ class SafetensorsFolder:
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
-        mapped = self._maps.get(info.file)
+        mapped = self._map(info.file)
         if offset % dtype.itemsize == 0:
             return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)
         # Old writers left headers of odd length, which put everything after them at odd addresses.
@@ -367,6 +306,10 @@ class SafetensorsFolder:
         # `clone` would fragment the heap with large short-lived blocks; an anonymous map does not.
         copied = torch.frombuffer(mmap.mmap(-1, len(raw)), dtype=torch.uint8).copy_(raw)
         return copied.view(dtype).view(shape)
+
+
+def _rows(info: TensorInfo) -> int:
+    return info.shape[0] if info.shape else 0
 
 
 def _read_into(path: Path, size: int, offset: int, target: memoryview) -> None:

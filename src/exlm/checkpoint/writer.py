@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 from ..atomic import sync_file
 from ..errors import BadTensor, CheckpointError, InputError
-from .file_access import quoted
 from .safetensors_files import DTYPES, INDEX, METADATA
+from .tensor_files import quoted
 
 _OWN_FILE_NAME = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 

@@ -20,8 +20,8 @@ from .. import spec
 from ..errors import Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..formats.gguf_types import BLOCK_LAYOUTS
+from ..spec.model import Matrix, matrices
 from ..spec.tensor_names import TensorLocation, TensorNames
-from ..spec.weight_roles import Matrix, matrices
 
 TensorAction = Literal["keep", "rewrite", "unpack"]
 NamedTensors = Iterable[tuple[str, Tensor]]

@@ -18,16 +18,15 @@ from torch import Tensor
 from .. import spec
 from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, TensorInfo
 from ..checkpoint.gguf_file import ROPE_FACTOR_TENSORS
-from ..checkpoint.safetensors_files import DTYPES
-from ..checkpoint.tensor_index import FLOAT_TYPES, tensor_key
+from ..checkpoint.safetensors_files import DTYPES, FLOAT_TYPES
 from ..errors import Unsupported
 from ..formats import PackedWeight, Weight, exl2, gptq
 from ..formats.awq import NIBBLE_COLUMNS
 from ..formats.bits import WORD_BITS, unpack_rows
 from ..formats.quantization_config import QuantizationConfig
 from ..formats.registry import FORMATS
+from ..spec.model import Matrix
 from ..spec.tensor_names import RowRange, TensorLocation
-from ..spec.weight_roles import Matrix
 from .plan import CPU, ConversionPlanner, ConversionStep, NamedTensors, TensorAction, VectorSpec, dense_tensors
 
 TENSOR_SUFFIXES: dict[str, tuple[str, ...]] = {
@@ -51,7 +50,7 @@ class FolderPlanner(ConversionPlanner):
         super().__init__(model, to)
         self.checkpoint = checkpoint
         self.files = checkpoint.files
-        self.names_by_key = {model.names.to_llama_key(name): name for name in self.files.names()}
+        self.names_by_key = {model.names.to_llama_key(name): name for name in self.files.tensors}
         self.used_names: set[str] = set()
         self.reencoded: list[tuple[str, TensorLocation]] = []  # matrices that are not kept, and where they go
         self.quantization = quantization or QuantizationConfig()
@@ -69,8 +68,8 @@ class FolderPlanner(ConversionPlanner):
     def plan_matrix(self, m: Matrix) -> ConversionStep:
         """Copy, slice, rewrite or unpack a matrix."""
         stored, location = self._source_location(m.role), self.target_location(m.role)
-        self.checkpoint.check_unscaled(m.role)
-        fmt = self.format_by_suffix[next(s for s in SUFFIXES if tensor_key(stored, s) in self.names_by_key)]
+        self.checkpoint.refuse_scaled_inputs(m.role)
+        fmt = self.format_by_suffix[next(s for s in SUFFIXES if stored.tensor_key(s) in self.names_by_key)]
         action = self.choose_action(m.role, fmt)
         parts = self._take_tensors(stored, fmt)
         if fmt == "dense":
@@ -79,7 +78,7 @@ class FolderPlanner(ConversionPlanner):
             self.reencoded.append((m.role, location))
         transposes = fmt == "dense" and stored.transposed != location.transposed
         if action == "keep" and _is_whole_tensor(stored) and not transposes:
-            return self._copy_step(m.role, {info.name: tensor_key(location, s) for s, info in parts.items()})
+            return self._copy_step(m.role, {info.name: location.tensor_key(s) for s, info in parts.items()})
         if action == "keep" and fmt == "awq":
             return self._slice_awq_step(m, stored, location, parts)
         step = self._encode_step(m, location, parts, fmt, action)
@@ -93,19 +92,19 @@ class FolderPlanner(ConversionPlanner):
         if not _is_whole_tensor(stored):
             raise Unsupported(f"{v.role} is a part of {stored.key}, from which it cannot be sliced.")
         parts = self._take_tensors(stored, "dense")
-        return self._copy_step(v.role, {info.name: tensor_key(location, suffix) for suffix, info in parts.items()})
+        return self._copy_step(v.role, {info.name: location.tensor_key(suffix) for suffix, info in parts.items()})
 
     def plan_unassigned(self) -> Iterable[ConversionStep]:
         """Copy the tensors of no role under their own names."""
         for role, location in self.reencoded:
             for suffix in SUFFIXES:
-                name = self.names_by_key.get(tensor_key(location, suffix))
+                name = self.names_by_key.get(location.tensor_key(suffix))
                 if name is not None and name not in self.used_names:
                     raise Unsupported(
                         f"{role} is stored twice, and a reader of the new model would take "
                         f"{self.files.info(name)} for it: remove one of the two."
                     )
-        for name in self.files.names():
+        for name in self.files.tensors:
             if name in self.used_names:
                 continue
             info = self.files.info(name)
@@ -121,7 +120,7 @@ class FolderPlanner(ConversionPlanner):
 
     def _take_tensors(self, location: TensorLocation, fmt: str) -> TensorsBySuffix:
         """The tensors at a location that belong to a matrix of this format."""
-        keys = {suffix: tensor_key(location, suffix) for suffix in (*TENSOR_SUFFIXES[fmt], "bias")}
+        keys = {suffix: location.tensor_key(suffix) for suffix in (*TENSOR_SUFFIXES[fmt], "bias")}
         parts = {s: self.files.info(self.names_by_key[key]) for s, key in keys.items() if key in self.names_by_key}
         self.used_names |= {info.name for info in parts.values()}
         return parts
@@ -161,7 +160,7 @@ class FolderPlanner(ConversionPlanner):
                 f"{m.role} is a part of {stored.key} that does not begin and end at a multiple of "
                 f'{len(NIBBLE_COLUMNS)} columns, as an AWQ word does. Convert to "gptq-v2" or "dense".'
             )
-        names = {tensor_key(location, suffix): suffix for suffix in units if suffix in parts}
+        names = {location.tensor_key(suffix): suffix for suffix in units if suffix in parts}
 
         def make() -> NamedTensors:
             for name, suffix in names.items():
@@ -185,10 +184,10 @@ class FolderPlanner(ConversionPlanner):
 
         def make() -> NamedTensors:
             for suffix, tensor in writer(self._read_weight(m)).items():
-                yield tensor_key(location, suffix), tensor
+                yield location.tensor_key(suffix), tensor
 
         suffixes += ("bias",) if m.bias else ()
-        return ConversionStep(m.role, tuple(tensor_key(location, suffix) for suffix in suffixes), nbytes, make)
+        return ConversionStep(m.role, tuple(location.tensor_key(suffix) for suffix in suffixes), nbytes, make)
 
     def _read_weight(self, m: Matrix) -> Weight:
         return self.checkpoint.weight(m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU)
@@ -270,7 +269,7 @@ class GgufPlanner(ConversionPlanner):
             nbytes = 4 * m.out_features * (m.in_features + m.bias)
         self._mark_used(m.role)
         location = self.target_location(m.role)
-        names = [tensor_key(location, suffix) for suffix in ("weight", "bias")[: 1 + m.bias]]
+        names = [location.tensor_key(suffix) for suffix in ("weight", "bias")[: 1 + m.bias]]
         return ConversionStep(m.role, tuple(names), nbytes, partial(self._dequantized_tensors, m, location))
 
     def plan_vector(self, v: VectorSpec) -> ConversionStep:
@@ -278,7 +277,7 @@ class GgufPlanner(ConversionPlanner):
         self.checkpoint.describe(v.role)
         self._mark_used(v.role)
         location = self.target_location(v.role)
-        names = {tensor_key(location, suffix): suffix for suffix in ("weight", "bias")[: 1 + v.bias]}
+        names = {location.tensor_key(suffix): suffix for suffix in ("weight", "bias")[: 1 + v.bias]}
         size = 4 * max(torch.Size(shape).numel() for shape in v.shapes)
         return ConversionStep(v.role, tuple(names), size * len(names), partial(self._vector_tensors, v, names))
 
@@ -301,7 +300,7 @@ class GgufPlanner(ConversionPlanner):
     def _dequantized_tensors(self, m: Matrix, location: TensorLocation) -> NamedTensors:
         weight = self.checkpoint.weight(m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU)
         for suffix, tensor in dense_tensors(weight, location).items():
-            yield tensor_key(location, suffix), tensor
+            yield location.tensor_key(suffix), tensor
 
     def _vector_tensors(self, v: VectorSpec, names: dict[str, str]) -> NamedTensors:
         for name, suffix in names.items():

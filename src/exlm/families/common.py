@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from .. import spec
-from ..spec.layers import Activation
+from ..spec.model import Activation
 from ..spec.tensor_names import LAYER_PREFIX, KeyRename, RowRange, TensorLocation
 from .config_reader import MAX_HEAD_DIM, MAX_SIZE, ConfigReader
 from .rope import max_positions, rope

@@ -21,7 +21,7 @@ from .bits import pack
 from .gptq import collapse_zeros, read_scales, sequential_group_sizes
 from .packed import PackedWeight, PlainScales, Segment
 from .quantization_config import AWQ_BITS, QuantizationConfig
-from .validation import bad_tensor, check_bias, check_features, require_tensor
+from .validation import bad_tensor, check_features, require_tensor
 
 BITS = 4
 # The column (of eight) that each nibble of a word holds, lowest nibble first.
@@ -32,18 +32,16 @@ def read(
     tensors: Mapping[str, Tensor],
     in_features: int,
     out_features: int,
-    bias: Tensor | None,
     where: str,
     config: QuantizationConfig,
 ) -> PackedWeight:
-    """The matrix in qweight, qzeros and scales; a bias of zeros is dropped."""
+    """The matrix in qweight, qzeros and scales."""
     if config.method != "awq" or config.bits not in (None, *AWQ_BITS):
         raise CheckpointError(
             f"{where}: expected AWQ's gemm layout of {BITS} bits, found {config.checkpoint_format} of "
             f"{config.bits} bits."
         )
     check_features(in_features, out_features, where)
-    check_bias(bias, out_features, where)
     if out_features % len(NIBBLE_COLUMNS):
         raise bad_tensor(where, "qweight", f"outputs in multiples of {len(NIBBLE_COLUMNS)}", out_features)
     across = out_features // len(NIBBLE_COLUMNS)
@@ -58,7 +56,6 @@ def read(
         out_features=out_features,
         segments=(Segment(BITS, sizes, pack(_unpack_nibbles(words), BITS), PlainScales(scales), zero),),
         dtype=torch.float16,
-        bias=bias if bias is not None and bool(bias.any()) else None,
     )
 
 

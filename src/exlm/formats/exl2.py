@@ -29,7 +29,6 @@ from .validation import (
     INDEX_DTYPES,
     bad_tensor,
     cannot_store,
-    check_bias,
     check_features,
     check_finite,
     check_range,
@@ -60,7 +59,6 @@ def read(
     tensors: Mapping[str, Tensor],
     in_features: int,
     out_features: int,
-    bias: Tensor | None,
     where: str,
     _config: QuantizationConfig | None = None,
 ) -> PackedWeight:
@@ -69,7 +67,6 @@ def read(
     Codes are not copied unless columns are dropped: the result may share memory with `tensors`.
     """
     check_features(in_features, out_features, where)
-    check_bias(bias, out_features, where)
     width = -(-out_features // ALIGNMENT) * ALIGNMENT
     words = require_tensor(tensors, "q_weight", where, (torch.int32,), (None, width)).contiguous()
     groups = _read_groups(tensors, words.shape[0], in_features, where)
@@ -87,7 +84,6 @@ def read(
         segments=_segments(groups, words, scales),
         dtype=torch.float16,
         perm=perm,
-        bias=bias,
     )
 
 

@@ -28,7 +28,6 @@ from .validation import (
     INDEX_DTYPES,
     bad_tensor,
     cannot_store,
-    check_bias,
     check_features,
     check_finite,
     check_range,
@@ -44,18 +43,16 @@ def read(
     tensors: Mapping[str, Tensor],
     in_features: int,
     out_features: int,
-    bias: Tensor | None,
     where: str,
     config: QuantizationConfig,
 ) -> PackedWeight:
-    """The matrix in qweight, qzeros, scales and perhaps g_idx; a bias of zeros is dropped.
+    """The matrix in qweight, qzeros, scales and perhaps g_idx.
 
     Without act-order the result may share memory with `tensors`.
     """
     if config.method != "gptq":
         raise CheckpointError(f"{where}: expected a GPTQ layout, found AWQ's {config.checkpoint_format}.")
     check_features(in_features, out_features, where)
-    check_bias(bias, out_features, where)
     words = require_tensor(tensors, "qweight", where, (torch.int32,), (None, out_features))
     bits = _infer_bits(words.shape[0], in_features, out_features, where, config)
     scales = read_scales(tensors, out_features, where)
@@ -84,7 +81,6 @@ def read(
         segments=(Segment(bits, sizes, words.contiguous(), PlainScales(scales), zero),),
         dtype=torch.float16,
         perm=None if perm is None else perm.to(torch.int32),
-        bias=bias if bias is not None and bool(bias.any()) else None,
     )
 
 

@@ -18,14 +18,13 @@ from .quantization_config import QuantizationConfig, QuantMethod
 
 
 class ReadMatrix(Protocol):
-    """Checks the tensors of one matrix, named by their suffixes, and makes a weight of them."""
+    """Checks the tensors of one matrix, named by their suffixes, and makes a weight of them, without a bias."""
 
     def __call__(
         self,
         tensors: Mapping[str, Tensor],
         in_features: int,
         out_features: int,
-        bias: Tensor | None,
         where: str,
         config: QuantizationConfig,
         /,

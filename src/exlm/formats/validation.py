@@ -69,11 +69,5 @@ def check_range(tensor: Tensor, bound: int, name: str, where: str) -> None:
         raise bad_tensor(where, name, f"values from 0 to {bound - 1}", low if low < 0 else high)
 
 
-def check_bias(bias: Tensor | None, out_features: int, where: str) -> None:
-    """None, or one float for each output."""
-    if bias is not None:
-        require_tensor({"bias": bias}, "bias", where, FLOAT_DTYPES, (out_features,))
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

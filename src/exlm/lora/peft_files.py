@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint.file_access import damaged, quoted, read_small_file
-from ..checkpoint.safetensors_files import DTYPES, SafetensorsHeader, TensorInfo, read_header
-from ..checkpoint.tensor_index import FLOAT_TYPES
+from ..checkpoint.safetensors_files import DTYPES, FLOAT_TYPES, SafetensorsHeader, read_header
+from ..checkpoint.tensor_files import TensorInfo, damaged, quoted, read_small_file
 from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
+from ..spec.model import Matrix, matrices
 from ..spec.tensor_names import RowRange
-from ..spec.weight_roles import Matrix, matrices
 
 MAX_CONFIG_BYTES = 32 * 2**20
 

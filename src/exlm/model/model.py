@@ -18,7 +18,7 @@ from ..kvcache import CacheBase, CacheReplicator, LayerShape, NoCache
 from ..lora import ModelHandle, active_loras, resolve_loras
 from ..multimodal import MMEmbedding
 from ..nn.batch import Outputs
-from ..spec.weight_roles import matrices
+from ..spec.model import matrices
 from .decoder import Decoder
 from .inputs import (
     EMBED_HERE,

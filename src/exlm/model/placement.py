@@ -19,7 +19,7 @@ from ..errors import DoesNotFit, InputError
 from ..kernels.dispatch import backends_for
 from ..kernels.interface import MAX_DEQUANT_BYTES
 from ..kvcache import PAGE_SIZE, LayerShape
-from ..spec.weight_roles import Matrix, matrices
+from ..spec.model import Matrix, matrices
 from .devices import DeviceInfo, pick_dtype
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from ..checkpoint import WeightSource
 from ..config import FrozenConfig
 from ..errors import Unsupported
 from ..kernels.dispatch import BackendList, backends_for
-from ..spec.weight_roles import Matrix, matrices
+from ..spec.model import Matrix, matrices
 from .devices import pick_device, pick_dtype
 
 TIED_FORM = "tied to the embedding"

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from .. import spec
 from ..checkpoint import WeightSource
-from ..checkpoint.source import WeightFiles
-from ..checkpoint.tensor_index import Shape
+from ..checkpoint.source import Shape, WeightFiles
 from ..errors import Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
-from ..spec.weight_roles import matrices
+from ..spec.model import matrices
 
 Range = tuple[int, int]
 

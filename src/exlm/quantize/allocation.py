@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from .. import spec
 from ..errors import InputError
 from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS
-from ..spec.weight_roles import Matrix, matrices
+from ..spec.model import Matrix, matrices
 
 GROUP_SIZES = (32, 64, 128)
 

@@ -19,7 +19,7 @@ from ..convert.api import DEFAULT_SHARD_BYTES
 from ..errors import InputError, Unsupported
 from ..formats.exl2 import ALIGNMENT
 from ..model.devices import pick_device
-from ..spec.weight_roles import Matrix, matrices
+from ..spec.model import Matrix, matrices
 from . import calibration, evaluate, pipeline, sensitivity
 from .allocation import min_layer_bits, quantized_matrices
 from .calibration import DEFAULT_LENGTH, default_rows, num_sampled_rows

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import spec
 from ..config import Config
 from ..errors import InputError, MissingExtra
-from ..spec.weight_roles import matrices
+from ..spec.model import matrices
 from ..tokenizer import Tokenizer
 from .layer_loader import KVBuffer, LayerLoader, make_batch
 from .options import QuantizeOptions

@@ -23,7 +23,6 @@ from torch import Tensor
 from .. import spec
 from ..atomic import atomic_dir, report_write_errors
 from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, SafetensorsFolder, WeightSource, save_sharded
-from ..checkpoint.tensor_index import tensor_key
 from ..config import Config, FrozenConfig
 from ..convert.plan import ConversionPlan, vector_specs
 from ..convert.planners import FolderPlanner, GgufPlanner
@@ -31,7 +30,7 @@ from ..convert.side_files import CONFIG_FILE, QUANTIZATION_FILES, SideFiles, sid
 from ..errors import InputError
 from ..formats.bits import WORD_BITS
 from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS, TENSORS
-from ..spec.weight_roles import Matrix, matrices
+from ..spec.model import Matrix, matrices
 
 MODEL_CARD = "README.md"
 """Where the model's card goes; a card of the source is kept as README-source.md."""
@@ -173,12 +172,12 @@ def validate_exl2(folder: str | Path) -> list[str]:
     if not path.is_dir():
         return [f"{path} is a file: an EXL2 model is a folder."]
     files = SafetensorsFolder(path)
-    stored = {model.names.to_llama_key(name): name for name in files.names()}
+    stored = {model.names.to_llama_key(name): name for name in files.tensors}
     violations: list[str] = []
     expected: set[str] = set()
     for m in matrices(model):
         location = model.names.locations_of(m.role)[0]
-        names = {suffix: tensor_key(location, suffix) for suffix in (*TENSORS, "bias", "weight")}
+        names = {suffix: location.tensor_key(suffix) for suffix in (*TENSORS, "bias", "weight")}
         present = {s: files.load(stored[n]) for s, n in names.items() if n in stored}
         expected |= {n for s, n in names.items() if s in present}
         if m.role.endswith(".router"):
@@ -186,7 +185,7 @@ def validate_exl2(folder: str | Path) -> list[str]:
             continue
         violations += [f"{location.key}: {violation}" for violation in _check_matrix(m, present)]
     for role in ("embed", *(vector.role for vector in vector_specs(model))):
-        name = tensor_key(model.names.locations_of(role)[0], "weight")
+        name = model.names.locations_of(role)[0].tensor_key("weight")
         expected |= {name, f"{name.removesuffix('weight')}bias"}
         if name not in stored:
             violations.append(f"{name} is missing.")

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from .. import spec
 from ..checkpoint import WeightSource, open_source
-from ..checkpoint.tensor_index import tensor_key
 from ..config import Config, FrozenConfig
 from ..convert.plan import ConversionPlan
 from ..errors import InputError
@@ -42,7 +41,7 @@ from ..formats import PackedWeight, exl2
 from ..formats import gptq as gptq_format
 from ..formats.host_buffers import trim_heap
 from ..nn import Batch
-from ..spec.weight_roles import Matrix, matrices
+from ..spec.model import Matrix, matrices
 from ..version import __version__
 from . import sensitivity
 from .allocation import HEAD_RECIPES, Recipe, min_kl_cost, minimize_bits, minimize_kl, quantized_matrices
@@ -150,7 +149,7 @@ class QuantContext:
         """A quantised matrix's tensors by their names in the new model."""
         location = self.model.names.locations_of(role)[0]
         tensors = exl2.write(weight) if self.options.method == "exl2" else gptq_format.write(weight)
-        return {tensor_key(location, suffix): tensor for suffix, tensor in tensors.items()}
+        return {location.tensor_key(suffix): tensor for suffix, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from ..errors import CheckpointError, InputError
 from ..formats.exl2 import BIT_WIDTHS
 from ..nn import Batch, Head
 from ..nn.block import BlockLike
+from ..spec.model import Matrix
 from ..spec.tensor_names import TensorNames
-from ..spec.weight_roles import Matrix
 from .allocation import GROUP_SIZES, Candidate, CandidateSet, Group, Recipe, candidate_recipes, quantized_matrices
 from .gptq import OutputFactors, factorize, inverse_cholesky
 from .layer_loader import HookedLinear, run_block

@@ -5,8 +5,7 @@ it. This package imports only the standard library, and every package may import
 `tensor_names`.
 """
 
-from .layers import Activation, Attention, Layer, Mlp, Moe, Norm, QkNorm
-from .model import Embed, Head, Model
+from .model import Activation, Attention, Embed, Head, Layer, Mlp, Model, Moe, Norm, QkNorm
 from .rope import DynamicNtkScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, RopeScaling, YarnScaling
 from .tensor_names import KeyRename, TensorLocation, TensorNames
 

@@ -40,6 +40,10 @@ class TensorLocation:
     transposed: bool = False  # stored (in, out) instead of (out, in)
     without_suffix: bool = False  # stored as `key`, without the `.weight` suffix
 
+    def tensor_key(self, suffix: str) -> str:
+        """The key of one of the tensors here: of `weight`, `bias`, or a part of a quantised matrix."""
+        return self.key if self.without_suffix and suffix == "weight" else f"{self.key}.{suffix}"
+
     def for_expert(self, layer: int, expert: int) -> TensorLocation:
         """This location with the layer and the expert filled in."""
         key = self.key.replace("{i}", str(layer)).replace("{e}", str(expert))

@@ -1,6 +1,7 @@
-"""Files of a checkpoint, opened with distrust: their size, small text files, JSON, and views through mmap.
+"""`TensorFiles`: named tensors in mapped files, the base of `SafetensorsFolder` and `GgufFile`.
 
-Every error names the file, what was expected, what was found and what to do. Nothing here knows a format.
+Also what both need to read a file with distrust: its size, JSON without duplicate keys, and errors that name the
+file, what was expected, what was found and what to do. Nothing here knows what a tensor's bytes mean.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import stat
 import sys
 import threading
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import BadFile
+from ..errors import BadFile, BadTensor, MissingTensor
 from ..memory import memory_errors
 
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -86,28 +89,74 @@ def _refuse_float(text: str) -> NoReturn:
     raise ValueError(f"expected a whole number, found {quoted(text)}")
 
 
-class MappedFiles:
-    """Files mapped into memory when they are first needed; several threads may use one object.
+@dataclass(frozen=True)
+class TensorInfo:
+    """One stored tensor, as the header of its file describes it."""
 
-    `sizes` holds the size of each file when its header was read. A file that has changed its size since is
-    refused: touching a page that was cut off would end the process.
+    name: str
+    file: Path
+    dtype: str  # as the file spells it: F16, I32, Q4_K
+    shape: tuple[int, ...]  # the innermost size last, as torch has it
+    nbytes: int
+    offset: int  # of the first byte, from the start of the file
+
+    def __str__(self) -> str:
+        return f"{self.file}: tensor {quoted(self.name)}"
+
+    def byte_range(self, start: int, stop: int, rows: int) -> tuple[int, int]:
+        """Offset and number of bytes of rows `start` to `stop` out of `rows`; BadTensor if there are fewer."""
+        if not 0 <= start <= stop <= rows:
+            raise BadTensor(f"{self}: expected at least {stop} rows, found {rows} (shape {list(self.shape)}).")
+        row = self.nbytes // rows if rows else 0
+        return self.offset + start * row, (stop - start) * row
+
+
+class TensorFiles:
+    """Named tensors in files that are mapped into memory when first needed; several threads may read at a time.
+
+    A file that has changed its size since its header was read is refused: touching a page that was cut off would
+    end the process (SIGBUS).
     """
 
-    def __init__(self, sizes: dict[Path, int]) -> None:
-        self.sizes = sizes
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.paths: tuple[Path, ...] = ()  # a subclass sets these two
+        self.tensors: Mapping[str, TensorInfo] = {}
+        self._sizes: dict[Path, int] = {}  # of each file, when its header was read
         self._maps: dict[Path, mmap.mmap] = {}
         self._lock = threading.Lock()
 
-    def get(self, path: Path) -> mmap.mmap:
-        """The map of a file."""
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def info(self, name: str) -> TensorInfo:
+        """What the header says of a tensor."""
+        if name not in self.tensors:
+            what = f"{self.path}: tensor {quoted(name)} is in none of the files."
+            raise MissingTensor(f"{what} {self.explain_missing(name)}".rstrip())
+        return self.tensors[name]
+
+    def explain_missing(self, name: str) -> str:
+        """Where a missing tensor should be, as a sentence; empty if nothing says it."""
+        return ""
+
+    def close(self) -> None:
+        """Forget the maps of the files; views stay valid, and a later read maps the files again."""
+        with self._lock:
+            # mmap.close() would leave live views pointing at unmapped memory.
+            self._maps.clear()
+
+    def _map(self, path: Path) -> mmap.mmap:
         with self._lock:
             if path not in self._maps:
-                self._maps[path] = _map_file(path, self.sizes[path])
+                self._maps[path] = _map_file(path, self._sizes[path])
             found = self._maps[path]
-        check_size(path, found.size(), self.sizes[path])
+        check_size(path, found.size(), self._sizes[path])
         return found
 
-    def release_pages(self, path: Path, begin: int, end: int) -> None:
+    def _release_pages(self, path: Path, begin: int, end: int) -> None:
         """Free the pages between two page borders if the file is mapped; later access reads them again.
 
         What was written to them is lost.
@@ -115,12 +164,6 @@ class MappedFiles:
         mapped = self._maps.get(path)
         if mapped is not None and begin < end and hasattr(mmap, "MADV_DONTNEED"):
             mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-    def close(self) -> None:
-        """Forget all maps; views of them stay valid, and `get` maps a file again."""
-        with self._lock:
-            # mmap.close() would leave live views pointing at unmapped memory.
-            self._maps.clear()
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:
