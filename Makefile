@@ -12,7 +12,7 @@ WORKERS = 2
 # Extra arguments for pytest, for example: make test ARGS="tests/tokenizer -k chat"
 ARGS =
 
-.PHONY: help demo test check format bench bench-cpu bench-gpu bench-host bench-load bench-sampler bench-compare clean runtime dev
+.PHONY: help demo test check format docs bench bench-cpu bench-gpu bench-host bench-load bench-sampler bench-compare clean runtime dev
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test         the whole test suite on the CPU"
 	@echo "make check        formatting, lint, types"
 	@echo "make format       let ruff rewrite the files"
+	@echo "make docs         the documentation site, in build/site; every link checked"
 	@echo "make bench        the benchmarks there are"
 	@echo "make bench-cpu    the default model on this processor, beside other engines"
 	@echo "make bench-gpu    a 7B EXL2 shape on this GPU: prompt, decode at batches and contexts"
@@ -39,10 +40,14 @@ check: dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 format: dev
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+docs: dev
+	$(PY) scripts/build_docs.py
 
 bench:
 	@echo "make bench-cpu"
@@ -74,7 +79,7 @@ bench-compare: runtime
 	$(PY) -m benchmarks.compare $(BASE) . $(ARGS)
 
 clean:
-	rm -rf .venv dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 runtime dev:

@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.docs.path_substitutions import path_substitutions
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
 MAX_LINE_LENGTH = 120
@@ -77,6 +77,14 @@ def test_the_index_names_every_page() -> None:
     assert missing == {"index.md"}, "give the page a line in docs/index.md"
 
 
+def test_the_navigation_names_every_page() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"^ +- ([\w/-]+\.md)$", navigation, re.MULTILINE))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    generated = {"dev/architecture.md", "dev/changelog.md", "dev/contributing.md", "dev/security.md"}
+    assert named == pages | generated | {"examples.md", "reference/cli.md"}
+
+
 def arguments(call: Any) -> list[str]:
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(call).parameters.values()
@@ -107,7 +115,7 @@ def test_a_page_names_everything(page: str, names: list[str]) -> None:
 
 def test_every_llama_cpp_row_names_its_build() -> None:
     """A comparison with a llama.cpp built for AVX2 only flatters; a row must say which build it measured."""
-    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    text = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("performance.md", "dev/kernel-log.md"))
     rows = [line for line in text.splitlines() if line.startswith("| llama.cpp")]
     assert len(rows) >= 10
     assert [row for row in rows if not re.match(r"\| llama\.cpp \((AVX2 wheel|native)\)", row)] == []
