@@ -86,7 +86,9 @@ def make_step(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: 
     before = torch.full((rows,), past, device=device)
     positions = before[:, None] + torch.arange(tokens, device=device)
     pages = torch.randperm(rows * width, device=device).view(rows, width)
-    metadata = Batch(positions, positions, before, pages, past + tokens, uniform=True)
+    metadata = Batch(
+        ids=positions, positions=positions, past_lens=before, page_table=pages, max_kv_len=past + tokens, uniform=True
+    )
     q, k, v = (torch.randn(rows, tokens, n, HEAD, dtype=torch.float16, device=device) for n in (*heads, heads[1]))
     return Step(
         (q, k, v),
@@ -146,7 +148,7 @@ def bandwidth_share(step: Step, took: float, speed: float) -> float:
     """The share of the copy bandwidth, which is given in bytes per microsecond."""
     stored = sum(t.nbytes for t in step.layers[0].tensors)
     past = step.metadata.max_kv_len - step.heads[0].shape[1]
-    return stored * past / (step.metadata.pages.shape[1] * PAGE_SIZE) / took / speed
+    return stored * past / (step.metadata.page_table.shape[1] * PAGE_SIZE) / took / speed
 
 
 def decode_tables(kernels: Kernels, rows: list[int], pasts: list[int], speed: float) -> Iterator[Table]:

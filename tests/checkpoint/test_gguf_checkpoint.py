@@ -152,7 +152,14 @@ def _logits_of(model: spec.Model, decoder: Decoder, ids: torch.Tensor) -> torch.
     """Logits of rows without cached tokens."""
     rows, tokens = ids.shape
     none = torch.zeros(rows, 1, dtype=torch.long)
-    batch = Batch(ids, torch.arange(tokens).expand(rows, tokens), none[:, 0], none, tokens, uniform=True)
+    batch = Batch(
+        ids=ids,
+        positions=torch.arange(tokens).expand(rows, tokens),
+        past_lens=none[:, 0],
+        page_table=none,
+        max_kv_len=tokens,
+        uniform=True,
+    )
     logits, _ = decoder.forward(batch, [NoCache()] * len(model.layers))
     assert logits is not None
     return logits

@@ -61,7 +61,14 @@ def fill(cache: CacheBase) -> None:
 
 def batch(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:
     ids = torch.zeros(len(past), tokens, dtype=torch.int64)
-    return Batch(ids, ids, torch.tensor(past), pages, max(past) + tokens, uniform=len(set(past)) == 1)
+    return Batch(
+        ids=ids,
+        positions=ids,
+        past_lens=torch.tensor(past),
+        page_table=pages,
+        max_kv_len=max(past) + tokens,
+        uniform=len(set(past)) == 1,
+    )
 
 
 def test_geometry() -> None:

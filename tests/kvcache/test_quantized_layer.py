@@ -32,7 +32,14 @@ def make(kind: str, shape: LayerShape, pages: int, page: int = PAGES) -> Quantiz
 
 def batch(past: list[int], tokens: int, pages: Tensor) -> Batch:
     ids = torch.zeros(len(past), tokens, dtype=torch.int64)
-    return Batch(ids, ids, torch.tensor(past), pages, max(past) + tokens, uniform=len(set(past)) == 1)
+    return Batch(
+        ids=ids,
+        positions=ids,
+        past_lens=torch.tensor(past),
+        page_table=pages,
+        max_kv_len=max(past) + tokens,
+        uniform=len(set(past)) == 1,
+    )
 
 
 def heads(seed: int, *size: int) -> tuple[Tensor, Tensor]:

@@ -59,8 +59,8 @@ def test_bucket_rows_equal_the_inputs() -> None:
         assert batch.past_lens.tolist()[:rows] == past
         for row, row_pages in enumerate(pages):
             used = (past[row] + tokens - 1) // PAGE_SIZE + 1
-            assert batch.pages[row, :used].tolist() == row_pages[:used]
-        for part in (batch.ids, batch.past_lens, batch.positions, batch.pages):
+            assert batch.page_table[row, :used].tolist() == row_pages[:used]
+        for part in (batch.ids, batch.past_lens, batch.positions, batch.page_table):
             assert part[rows:].tolist() == [part[rows - 1].tolist()] * (len(part) - rows)
 
 

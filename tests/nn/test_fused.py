@@ -116,7 +116,15 @@ class CountingLayer:
 
 def batch(tokens: int, adapters: Sequence[tuple[LoraRef, ...]] = ()) -> Batch:
     ids, none = torch.zeros(2, tokens, dtype=torch.long), torch.zeros(2, dtype=torch.long)
-    return Batch(ids, ids, none, ids[:, :1], tokens, uniform=True, adapters=tuple(adapters))
+    return Batch(
+        ids=ids,
+        positions=ids,
+        past_lens=none,
+        page_table=ids[:, :1],
+        max_kv_len=tokens,
+        uniform=True,
+        adapters=tuple(adapters),
+    )
 
 
 def run(block: BlockLike, x: Tensor, forward_batch: Batch) -> tuple[Tensor, LastKV]:

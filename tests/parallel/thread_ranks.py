@@ -100,7 +100,15 @@ def rank0_logits(ranks: list[ModelInstance], ids: Tensor, adapters: Any = ()) ->
     positions = torch.arange(tokens).expand(rows, tokens)
     past_lens = torch.zeros(rows, dtype=torch.int64)
     pages = torch.zeros(rows, 1, dtype=torch.int64)
-    batch = Batch(ids, positions, past_lens, pages, tokens, uniform=True, adapters=adapters)
+    batch = Batch(
+        ids=ids,
+        positions=positions,
+        past_lens=past_lens,
+        page_table=pages,
+        max_kv_len=tokens,
+        uniform=True,
+        adapters=adapters,
+    )
     logits = run_on_each_rank(
         len(ranks), lambda r: ranks[r].decoder.forward(batch, [NoCache()] * len(ranks[r].layer_shapes))[0]
     )

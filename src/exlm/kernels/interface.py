@@ -55,38 +55,16 @@ class NormPrologue(NamedTuple):
     weight: Tensor
 
 
-class AttnMetadata(Protocol):
-    """What attention and the KV cache need to know of a batch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttnMetadata:
+    """The part of a batch that attention and the KV cache read."""
 
-    @property
-    def past_lens(self) -> Tensor:
-        """(rows,) tokens of each row that are already in the cache."""
-        ...
-
-    @property
-    def pages(self) -> Tensor:
-        """(rows, width) the page numbers of each row, in order."""
-        ...
-
-    @property
-    def positions(self) -> Tensor:
-        """(rows, tokens) the RoPE position of each new token, or (3, rows, tokens) for M-RoPE."""
-        ...
-
-    @property
-    def max_kv_len(self) -> int:
-        """The largest past + new tokens of any row, known without waiting for the device."""
-        ...
-
-    @property
-    def uniform(self) -> bool:
-        """Whether every row has the same past, max_kv_len - new tokens, and no key is masked."""
-        ...
-
-    @property
-    def mask(self) -> Tensor | None:
-        """(rows, max_kv_len) False where a key must not be attended to; None masks nothing."""
-        ...
+    positions: Tensor  # (rows, tokens) the RoPE position of each new token, or (3, rows, tokens) for M-RoPE
+    past_lens: Tensor  # (rows,) the tokens of each row that are already in the cache
+    page_table: Tensor  # (rows, width) the page numbers of each row, in order
+    max_kv_len: int  # the largest past + new tokens of any row, known without waiting for the device
+    uniform: bool  # every row's past is max_kv_len - new tokens, and no key is masked
+    mask: Tensor | None = None  # (rows, max_kv_len) False where a key must not be attended to
 
 
 KVCacheDtype = Literal["float", "hadamard8", "hadamard4", "fp8_e5m2"]

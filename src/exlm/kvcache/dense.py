@@ -47,7 +47,7 @@ class DenseLayer(CacheLayer):
         self.k.flatten(0, 1)[slots] = _to_storage_dtype(k.flatten(0, 1), self.k.dtype)
         self.v.flatten(0, 1)[slots] = _to_storage_dtype(v.flatten(0, 1), self.v.dtype)
         max_pages = -(-metadata.max_kv_len // self.page_size)
-        table = metadata.pages[:, :max_pages].long()
+        table = metadata.page_table[:, :max_pages].long()
         keys = self.k[table].flatten(1, 2)[:, : metadata.max_kv_len]  # (rows, max_kv_len, kv_heads, head_dim)
         values = self.v[table].flatten(1, 2)[:, : metadata.max_kv_len]
         return keys.to(k.dtype), values.to(v.dtype)

@@ -115,4 +115,4 @@ def new_token_positions(metadata: AttnMetadata, tokens: int) -> Tensor:
 def slot_mapping(metadata: AttnMetadata, tokens: int, page_size: int) -> Tensor:
     """(rows · tokens,) the slot of each new token: its index in the flattened pages."""
     positions = new_token_positions(metadata, tokens)
-    return (metadata.pages.gather(1, positions // page_size).long() * page_size + positions % page_size).flatten()
+    return (metadata.page_table.gather(1, positions // page_size).long() * page_size + positions % page_size).flatten()

@@ -134,7 +134,7 @@ class QuantizedLayer(CacheLayer):
         chunk_pages = max(1, MAX_DEQUANTIZED_NUMBERS // (rows * self.page_size * head[0] * head[1]))
         for first in range(0, -(-max_past // self.page_size), chunk_pages):
             start, stop = first * self.page_size, min(max_past, (first + chunk_pages) * self.page_size)
-            table = metadata.pages[:, first : first + chunk_pages].long()
+            table = metadata.page_table[:, first : first + chunk_pages].long()
             pages = tuple(tensor[table].flatten(1, 2)[:, : stop - start] for tensor in stored)
             heads[:, start:stop] = quantizer.dequantize(pages)
         heads[torch.arange(rows, device=new.device)[:, None], new_token_positions(metadata, tokens)] = new

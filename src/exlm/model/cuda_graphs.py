@@ -70,7 +70,14 @@ class CapturedDecode:
         positions = past[:, None]
         if self.bucket.tokens > 1:
             positions = positions + torch.arange(self.bucket.tokens, device=past.device)
-        return Batch(ids, positions, past, table, self.bucket.pages * PAGE_SIZE, uniform=False)
+        return Batch(
+            ids=ids,
+            positions=positions,
+            past_lens=past,
+            page_table=table,
+            max_kv_len=self.bucket.pages * PAGE_SIZE,
+            uniform=False,
+        )
 
     def copy_inputs(
         self, new_ids: Sequence[Sequence[int]] | Tensor, past: Sequence[int], pages: Sequence[Sequence[int]]

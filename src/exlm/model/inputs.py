@@ -127,14 +127,14 @@ class ForwardRequest:
         """New tokens of each row."""
         return int(self.ids.shape[1])
 
-    def chunk_batch(self, start: int, stop: int, pages: Tensor, outputs: Outputs) -> Batch:
+    def chunk_batch(self, start: int, stop: int, page_table: Tensor, outputs: Outputs) -> Batch:
         """Tokens `start` to `stop` as one batch."""
         max_kv_len = self.past + stop
         return Batch(
             ids=self.ids[:, start:stop],
             positions=self.positions[..., start:stop].contiguous(),  # channels to other ranks need it
             past_lens=torch.full((self.rows,), self.past + start, device=self.ids.device),
-            pages=pages,
+            page_table=page_table,
             max_kv_len=max_kv_len,
             uniform=self.mask is None,
             mask=None if self.mask is None else self.mask[:, :max_kv_len],

@@ -162,7 +162,15 @@ def _run_ignoring_errors(decoder: Decoder, device: torch.device, stream: torch.c
 def run_one_token(decoder: Decoder, device: torch.device) -> int:
     """The greedy token after token 0, for a model without layers."""
     zeros = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    batch = Batch(zeros, zeros, zeros[0], zeros.int(), max_kv_len=1, uniform=True, outputs="last")
+    batch = Batch(
+        ids=zeros,
+        positions=zeros,
+        past_lens=zeros[0],
+        page_table=zeros.int(),
+        max_kv_len=1,
+        uniform=True,
+        outputs="last",
+    )
     logits, _ = decoder.forward(batch, [])
     assert logits is not None  # outputs="last"
     sampler = Sampler(vocab_size=logits.shape[-1])

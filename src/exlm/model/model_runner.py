@@ -156,12 +156,12 @@ class PagedModelRunner:
             past_array,
             np.array(table, np.int64),
         )
-        ids, positions, past_lens, pages = copy_to_device(arrays, self.device)
+        ids, positions, past_lens, page_table = copy_to_device(arrays, self.device)
         batch = Batch(
             ids=ids,
             positions=positions,
             past_lens=past_lens,
-            pages=pages,
+            page_table=page_table,
             max_kv_len=max_kv_len,
             uniform=len(set(past)) == 1,
             outputs=outputs,

@@ -392,7 +392,7 @@ def _make_cache(model: CacheOwnerInfo, values: Mapping[str, Any]) -> CacheBase:
 
 def encode_batch(batch: Batch, cache_id: int | None, dropped: list[int]) -> Message:
     """A batch as a message, without the vector spans, which only rank 0's embedding reads."""
-    tensors = {name: getattr(batch, name) for name in ("ids", "positions", "past_lens", "pages", "mask")}
+    tensors = {name: getattr(batch, name) for name in ("ids", "positions", "past_lens", "page_table", "mask")}
     return Message(
         "forward",
         {

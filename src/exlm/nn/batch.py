@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.interface import AttnMetadata
+
 Outputs = Literal["all", "last", "none"]
 
 
@@ -27,17 +29,11 @@ class LoraRef(NamedTuple):
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """(rows, tokens) ids, each row's place in the KV cache, and the outputs wanted."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(AttnMetadata):
+    """New tokens of some rows, their attention metadata, and the outputs wanted."""
 
     ids: Tensor  # (rows, tokens)
-    positions: Tensor  # (rows, tokens), or (3, rows, tokens) for M-RoPE
-    past_lens: Tensor  # (rows,) tokens already in the cache
-    pages: Tensor  # (rows, width) page table
-    max_kv_len: int  # largest past + tokens of any row
-    uniform: bool  # every row's past is max_kv_len - tokens, and no key is masked
-    mask: Tensor | None = None  # (rows, max_kv_len) False hides a key
     vector_spans: tuple[VectorSpan, ...] = ()
     adapters: tuple[tuple[LoraRef, ...], ...] = ()  # the LoRAs of each row; () if no row has any
     outputs: Outputs = "all"
@@ -51,7 +47,7 @@ class Batch:
             ids=self.ids.to(device),
             positions=self.positions.to(device),
             past_lens=self.past_lens.to(device),
-            pages=self.pages.to(device),
+            page_table=self.page_table.to(device),
             mask=None if self.mask is None else self.mask.to(device),
             vector_spans=tuple(replace(s, vectors=s.vectors.to(device)) for s in self.vector_spans),
         )

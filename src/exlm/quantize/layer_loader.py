@@ -130,7 +130,7 @@ def make_batch(ids: Tensor, past: int = 0) -> Batch:
         ids=ids,
         positions=torch.arange(past, past + tokens, device=ids.device).expand(rows, -1),
         past_lens=torch.full((rows,), past, device=ids.device),
-        pages=torch.arange(rows, device=ids.device)[:, None],
+        page_table=torch.arange(rows, device=ids.device)[:, None],
         max_kv_len=past + tokens,
         uniform=True,
     )

@@ -24,7 +24,7 @@ class Written(DenseLayer):
     """Pages that hold the new tokens already: what a call brings is not looked at."""
 
     def update(self, k: torch.Tensor, v: torch.Tensor, metadata: AttnMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-        table = metadata.pages
+        table = metadata.page_table
         keys, values = (pages[table].flatten(1, 2)[:, : metadata.max_kv_len].float() for pages in (self.k, self.v))
         return keys, values
 
@@ -33,7 +33,14 @@ def standing(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:
     start = torch.tensor(past)
     positions = start[:, None] + torch.arange(tokens)
     longest = max(past) + tokens
-    return Batch(positions, positions, start, pages, longest, uniform=len(set(past)) == 1)
+    return Batch(
+        ids=positions,
+        positions=positions,
+        past_lens=start,
+        page_table=pages,
+        max_kv_len=longest,
+        uniform=len(set(past)) == 1,
+    )
 
 
 def filled(kind: type[DenseLayer], old: torch.Tensor) -> DenseLayer:

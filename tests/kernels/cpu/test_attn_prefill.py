@@ -23,7 +23,14 @@ ATTN = spec.Attention(6, 2, 64, scale=0.1, rope=ROPE)
 def standing(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:
     start = torch.tensor(past)
     positions = start[:, None] + torch.arange(tokens)
-    return Batch(positions, positions, start, pages, max(past) + tokens, uniform=len(set(past)) == 1)
+    return Batch(
+        ids=positions,
+        positions=positions,
+        past_lens=start,
+        page_table=pages,
+        max_kv_len=max(past) + tokens,
+        uniform=len(set(past)) == 1,
+    )
 
 
 def filled(old: torch.Tensor, dtype: torch.dtype) -> DenseLayer:

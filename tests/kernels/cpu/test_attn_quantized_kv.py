@@ -22,7 +22,14 @@ def standing(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:
     start = torch.tensor(past)
     positions = start[:, None] + torch.arange(tokens)
     longest = max(past) + tokens
-    return Batch(positions, positions, start, pages, longest, uniform=len(set(past)) == 1)
+    return Batch(
+        ids=positions,
+        positions=positions,
+        past_lens=start,
+        page_table=pages,
+        max_kv_len=longest,
+        uniform=len(set(past)) == 1,
+    )
 
 
 @settings(max_examples=30)

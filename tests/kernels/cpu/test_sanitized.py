@@ -72,13 +72,17 @@ def look(past, tokens, heads, bits, threads):
     pages = torch.randperm(len(past) * width).view(len(past), width)
     start = torch.tensor(past)
     places = start[:, None] + torch.arange(tokens)
-    where = Batch(places, places, start, pages, max(past) + tokens, False)
+    def batch():
+        return Batch(ids=places, positions=places, past_lens=start, page_table=pages,
+                     max_kv_len=max(past) + tokens, uniform=False)
+
+    where = batch()
     if bits is None:
         tokens = tokens + 8
         width = -(-(max(past) + tokens) // 16)
         pages = torch.randperm(len(past) * width).view(len(past), width)
         places = start[:, None] + torch.arange(tokens)
-        where = Batch(places, places, start, pages, max(past) + tokens, False)
+        where = batch()
         layer = QuantizedLayer(pages.numel(), 16, LayerShape(kv, dim), TruncatedFP8(), TruncatedFP8(), CPU)
     elif isinstance(bits, torch.dtype):
         layer = DenseLayer(pages.numel(), 16, kv, dim, bits, CPU)

@@ -78,11 +78,23 @@ def step(case: Case, device: torch.device, spare: int = 1) -> Step:
     zeros = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     if max(case.pasts):
         stored = [_heads(case, case.kv_heads, max(case.pasts)).to(device) for _ in "kv"]
-        layer.update(*stored, Batch(zeros, zeros, zeros[:, 0], pages, max(case.pasts), True))
+        layer.update(
+            *stored,
+            Batch(
+                ids=zeros,
+                positions=zeros,
+                past_lens=zeros[:, 0],
+                page_table=pages,
+                max_kv_len=max(case.pasts),
+                uniform=True,
+            ),
+        )
     mask = (torch.rand(rows, longest) > 0.4).to(device) if case.masked else None
     positions = past[:, None] + torch.arange(tokens, device=device)
     uniform = len(set(case.pasts)) == 1 and not case.masked
-    metadata = Batch(zeros, positions, past, pages, longest, uniform, mask)
+    metadata = Batch(
+        ids=zeros, positions=positions, past_lens=past, page_table=pages, max_kv_len=longest, uniform=uniform, mask=mask
+    )
     head_counts = (case.heads, case.kv_heads, case.kv_heads)
     q, k, v = (_heads(case, heads, tokens).to(device) for heads in head_counts)
     return Step((q, k, v), layer, metadata)
@@ -91,8 +103,8 @@ def step(case: Case, device: torch.device, spare: int = 1) -> Step:
 def one_row(metadata: Batch, row: int, longest: int) -> Batch:
     """The metadata of one row alone."""
     one = slice(row, row + 1)
-    positions, past, pages = (part[one] for part in (metadata.positions, metadata.past_lens, metadata.pages))
-    return replace(metadata, max_kv_len=longest, positions=positions, past_lens=past, pages=pages)
+    positions, past, pages = (part[one] for part in (metadata.positions, metadata.past_lens, metadata.page_table))
+    return replace(metadata, max_kv_len=longest, positions=positions, past_lens=past, page_table=pages)
 
 
 def _heads(case: Case, heads: int, tokens: int) -> Tensor:

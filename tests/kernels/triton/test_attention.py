@@ -124,7 +124,7 @@ def check_row_alone(case: Case, device: torch.device) -> None:
             metadata,
             positions=metadata.positions[one],
             past_lens=metadata.past_lens[one],
-            pages=metadata.pages[one, :width].contiguous(),
+            page_table=metadata.page_table[one, :width].contiguous(),
             max_kv_len=past + case.tokens,
         )
         assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), row_metadata), batched[one])

@@ -71,7 +71,7 @@ class BatchArgsCache:
 
 
 def _batch_args(metadata: AttnMetadata) -> BatchArgs | None:
-    pages, past, positions = metadata.pages, metadata.past_lens, metadata.positions
+    pages, past, positions = metadata.page_table, metadata.past_lens, metadata.positions
     if metadata.mask is not None or positions.dim() != 2 or pages.stride(1) != 1:
         return None
     if not (pages.dtype is past.dtype is positions.dtype is torch.int64):

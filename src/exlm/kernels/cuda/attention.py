@@ -170,7 +170,7 @@ class PagedDecodeAttention:
 
     def takes(self, rows: int, tokens: int, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
         """Whether the kernel attends to so many new tokens of rows."""
-        a, indices, pages = self.attn, (metadata.past_lens, metadata.pages, metadata.positions), kv.kv_pages
+        a, indices, pages = self.attn, (metadata.past_lens, metadata.page_table, metadata.positions), kv.kv_pages
         return (
             pages is not None
             and tokens <= NEW
@@ -178,7 +178,7 @@ class PagedDecodeAttention:
             and (pages.dtypes[0] != "float" or pages.keys[0].dtype is torch.float16)
             and pages.page_size % 64 == 0
             and all(x.dtype is torch.int64 for x in indices)
-            and metadata.pages.stride(1) == 1
+            and metadata.page_table.stride(1) == 1
             and rows * a.kv_heads * NEW * (a.heads // a.kv_heads) <= 8 * _COUNTS
         )
 
@@ -207,9 +207,9 @@ class PagedDecodeAttention:
             q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), left=left.data_ptr(),
             key=pages.keys[0].data_ptr(), key_scale=pages.keys[-1].data_ptr(),
             value=pages.values[0].data_ptr(), value_scale=pages.values[-1].data_ptr(),
-            table=metadata.pages.data_ptr(), past=metadata.past_lens.data_ptr(),
+            table=metadata.page_table.data_ptr(), past=metadata.past_lens.data_ptr(),
             counts=self.counters.counts.data_ptr(),
-            table_step=metadata.pages.stride(0), q_row=q.stride(0), q_token=q.stride(1), k_row=k.stride(0),
+            table_step=metadata.page_table.stride(0), q_row=q.stride(0), q_token=q.stride(1), k_row=k.stride(0),
             k_token=k.stride(1), v_row=v.stride(0), v_token=v.stride(1), tokens=tokens,
             parts=self._parts(programs, slots, plan, alone), slots=slots,
             window=a.window or 0, factor=factor, cap=cap,

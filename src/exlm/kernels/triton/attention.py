@@ -180,7 +180,7 @@ class AttentionLaunch:
         return out
 
     def _decode_simt(self, pages: b.KVPages, partials: tuple[Tensor, Tensor, Tensor]) -> None:
-        a, programs, page_table = self.attn, self.rows * self.attn.kv_heads, self.metadata.pages
+        a, programs, page_table = self.attn, self.rows * self.attn.kv_heads, self.metadata.page_table
         num_splits = self._num_splits(programs, pages, SIMT_SPLIT)
         pos_row_stride, _, pos_axis_stride = position_strides(self.metadata.positions)
         decode_simt.decode_simt_kernel[(programs, num_splits)](
@@ -194,7 +194,7 @@ class AttentionLaunch:
         )  # fmt: skip
 
     def _split_kv(self, pages: b.KVPages, partials: tuple[Tensor, Tensor, Tensor]) -> None:
-        a, page_table, limits = self.attn, self.metadata.pages, self.limits
+        a, page_table, limits = self.attn, self.metadata.page_table, self.limits
         queries, quantized = self.q_per_kv * self.tokens, pages.dtypes[0] != "float"
         few_programs = self.rows * a.kv_heads < limits.num_sms
         deep_pipeline = not quantized and few_programs and limits.shared_memory > 140_000
@@ -213,7 +213,7 @@ class AttentionLaunch:
 
     def _num_splits(self, programs: int, pages: b.KVPages, split: KVSplit) -> int:
         """Programs that share a row's chunks: enough to fill the GPU, if rows are as long as they can be."""
-        max_tokens = self.metadata.pages.shape[1] * pages.page_size
+        max_tokens = self.metadata.page_table.shape[1] * pages.page_size
         most = min(split.MAX_CHUNKS, max_tokens // split.CHUNK_ALIGN + 1)
         return max(1, min(most, self.limits.num_sms * 32 // programs))
 
@@ -225,8 +225,8 @@ class AttentionLaunch:
         q, k, *v = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in inputs)
         block_t = min(16, triton.next_power_of_2(tokens))
         kv_quant.rope_append_kv_kernel[(-(-tokens // block_t), a.heads + 2 * a.kv_heads, rows)](
-            self.q, self.k, self.v, q, k, v[0] if v else q, *cache_tensors(pages), self.metadata.pages,
-            self.metadata.past_lens, *self.rope_tables, tokens, self.metadata.pages.stride(0), *self.strides,
+            self.q, self.k, self.v, q, k, v[0] if v else q, *cache_tensors(pages), self.metadata.page_table,
+            self.metadata.past_lens, *self.rope_tables, tokens, self.metadata.page_table.stride(0), *self.strides,
             *position_strides(self.metadata.positions),
             Q_HEADS=a.heads, KV_HEADS=a.kv_heads, HEAD_DIM=a.head_dim, BLOCK_D=self.block_d,
             **self.rope_flags, **cache_dtypes(pages), NUM_HADAMARD=num_interleaved(a),
@@ -244,10 +244,10 @@ class AttentionLaunch:
             return self.flash_attn(q, k, self.v, None, 0)
         if not quantized:
             keys, values = pages.keys[0].flatten(0, 1), pages.values[0].flatten(0, 1)
-            return self.flash_attn(q, keys, values, self.metadata.pages, pages.page_size)
+            return self.flash_attn(q, keys, values, self.metadata.page_table, pages.page_size)
         keys, values = (k.new_empty(rows, length, a.kv_heads, a.head_dim) for _ in "kv")
         kv_quant.dequantize_kv_kernel[(-(-length // 64), 2 * a.kv_heads, rows)](
-            *cache_tensors(pages), self.metadata.pages, keys, values, self.metadata.pages.stride(0), length,
+            *cache_tensors(pages), self.metadata.page_table, keys, values, self.metadata.page_table.stride(0), length,
             KV_HEADS=a.kv_heads, HEAD_DIM=a.head_dim, BLOCK_D=self.block_d, **cache_dtypes(pages),
             NUM_HADAMARD=num_interleaved(a), PAGE_SIZE=pages.page_size, BLOCK_N=64,
         )  # fmt: skip
