@@ -77,7 +77,6 @@ def compiled(capability: int, reports: list[dict[str, Any]]) -> Iterator[None]:
                 "shared": binary.metadata.shared,
                 "mma": "mma" in binary.asm["ptx"],
                 "seconds": round(time.perf_counter() - start, 2),
-                "k_dtype": kwargs.get("K_DTYPE"),
             }
         )
 

@@ -18,8 +18,10 @@ from ... import spec
 from .. import interface as b
 from ..reference import ReferenceAttention
 from . import decode, decode_simt, kv_quant, prefill
-from .norm_rope_act import RopeTables, contiguous_heads, position_strides
-from .online_softmax import score_scales
+from .decode import KVSplit
+from .kv_quant import KVLayout
+from .norm_rope_act import RopeLayout, RopeTables, contiguous_heads, position_strides
+from .online_softmax import ScoreLayout, score_scales
 
 
 class DeviceLimits(NamedTuple):
@@ -37,15 +39,8 @@ class DeviceLimits(NamedTuple):
         return cls(found.multi_processor_count, found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-class KVSplit(NamedTuple):
-    """How decode cuts a row's past into chunks."""
-
-    MAX_CHUNKS: int  # of a row, its new tokens counted as one
-    CHUNK_ALIGN: int  # chunks are multiples of this many tokens
-
-
-SIMT_SPLIT, MMA_SPLIT = KVSplit(64, 32), KVSplit(32, 64)
-"""A program of `decode_simt` is one warp, of `decode` four, so its chunks are half as long."""
+# A program of `decode_simt` is one warp, of `decode` four, so its chunks are half as long.
+SIMT_SPLIT, MMA_SPLIT = KVSplit(MAX_CHUNKS=64, CHUNK_ALIGN=32), KVSplit(MAX_CHUNKS=32, CHUNK_ALIGN=64)
 
 
 class BlockConfig(NamedTuple):
@@ -147,16 +142,10 @@ class AttentionLaunch:
         positions = metadata.positions
         self.rope_tables = (q, q, q, positions) if rope is None else (rope.cos, rope.sin, rope.mrope_axis, positions)
         self.strides = tuple(x.stride(i) for x in (q, k, v) for i in (0, 1))
-        self.rope_flags = {
-            "ROPE_DIM": 0 if rope is None else rope.dim,
-            "ROPE_INTERLEAVED": rope is not None and rope.interleaved,
-            "MROPE": positions.dim() == 3,
-        }
-        self.mask_flags = {
-            "HAS_WINDOW": self.attn.window is not None,
-            "HAS_SOFTCAP": self.attn.softcap is not None,
-            "HAS_MASK": metadata.mask is not None,
-        }
+        self.rope_layout = RopeLayout() if rope is None else rope.layout(positions)
+        self.score_layout = ScoreLayout(
+            self.attn.window is not None, self.attn.softcap is not None, metadata.mask is not None
+        )
 
     def decode(self, pages: b.KVPages) -> Tensor:
         """A few new tokens: partials of all chunks, then their combination."""
@@ -175,12 +164,12 @@ class AttentionLaunch:
             *partials, self.metadata.past_lens, out, tokens, self.window,
             Q_HEADS=a.heads, HEAD_DIM=a.head_dim, BLOCK_D=self.block_d,
             UNDO_HADAMARD=pages.dtypes[0].startswith("hadamard"), NUM_HADAMARD=num_interleaved(a),
-            HAS_WINDOW=self.mask_flags["HAS_WINDOW"], **split._asdict(),
+            HAS_WINDOW=self.score_layout.HAS_WINDOW, SPLIT=split,
         )  # fmt: skip
         return out
 
     def _decode_simt(self, pages: b.KVPages, partials: tuple[Tensor, Tensor, Tensor]) -> None:
-        a, programs, page_table = self.attn, self.rows * self.attn.kv_heads, self.metadata.page_table
+        programs, page_table = self.rows * self.attn.kv_heads, self.metadata.page_table
         num_splits = self._num_splits(programs, pages, SIMT_SPLIT)
         pos_row_stride, _, pos_axis_stride = position_strides(self.metadata.positions)
         decode_simt.decode_simt_kernel[(programs, num_splits)](
@@ -188,8 +177,7 @@ class AttentionLaunch:
             *self.rope_tables, *partials, num_splits, page_table.stride(0), self.mask_stride,
             *self.strides[::2], pos_row_stride, pos_axis_stride, self.score_scale, self.cap_scale,
             self.window,
-            KV_HEADS=a.kv_heads, HEAD_DIM=a.head_dim, BLOCK_D=self.block_d, **self.rope_flags,
-            **cache_dtypes(pages), **self.mask_flags, PAGE_SIZE=pages.page_size, **SIMT_SPLIT._asdict(),
+            KV=self._kv_layout(pages), ROPE=self.rope_layout, SCORE=self.score_layout, SPLIT=SIMT_SPLIT,
             BLOCK_N=1024 // self.block_d, num_warps=1, num_stages=1,
         )  # fmt: skip
 
@@ -206,10 +194,15 @@ class AttentionLaunch:
             *self.rope_tables, *partials, self.tokens, num_splits, page_table.stride(0), self.mask_stride,
             *self.strides, *position_strides(self.metadata.positions), self.score_scale,
             self.cap_scale, self.window,
-            KV_HEADS=a.kv_heads, Q_PER_KV=self.q_per_kv, HEAD_DIM=a.head_dim, BLOCK_D=self.block_d,
-            **self.rope_flags, **cache_dtypes(pages), **self.mask_flags, PAGE_SIZE=pages.page_size,
-            **MMA_SPLIT._asdict(), **blocks._asdict(),
+            Q_PER_KV=self.q_per_kv, KV=self._kv_layout(pages), ROPE=self.rope_layout, SCORE=self.score_layout,
+            SPLIT=MMA_SPLIT, **blocks._asdict(),
         )  # fmt: skip
+
+    def _kv_layout(self, pages: b.KVPages) -> KVLayout:
+        a = self.attn
+        return KVLayout(
+            a.kv_heads, a.head_dim, self.block_d, pages.page_size, *pages.dtypes, NUM_HADAMARD=num_interleaved(a)
+        )
 
     def _num_splits(self, programs: int, pages: b.KVPages, split: KVSplit) -> int:
         """Programs that share a row's chunks: enough to fill the GPU, if rows are as long as they can be."""
@@ -228,10 +221,8 @@ class AttentionLaunch:
             self.q, self.k, self.v, q, k, v[0] if v else q, *cache_tensors(pages), self.metadata.page_table,
             self.metadata.past_lens, *self.rope_tables, tokens, self.metadata.page_table.stride(0), *self.strides,
             *position_strides(self.metadata.positions),
-            Q_HEADS=a.heads, KV_HEADS=a.kv_heads, HEAD_DIM=a.head_dim, BLOCK_D=self.block_d,
-            **self.rope_flags, **cache_dtypes(pages), NUM_HADAMARD=num_interleaved(a),
-            PAGE_SIZE=pages.page_size, BLOCK_T=block_t, CACHE_SPACE=cache_space,
-            num_warps=1 if block_t == 1 else 4,
+            Q_HEADS=a.heads, KV=self._kv_layout(pages), ROPE=self.rope_layout, BLOCK_T=block_t,
+            CACHE_SPACE=cache_space, num_warps=1 if block_t == 1 else 4,
         )  # fmt: skip
         return q, k, v[0] if v else self.v
 
@@ -248,8 +239,7 @@ class AttentionLaunch:
         keys, values = (k.new_empty(rows, length, a.kv_heads, a.head_dim) for _ in "kv")
         kv_quant.dequantize_kv_kernel[(-(-length // 64), 2 * a.kv_heads, rows)](
             *cache_tensors(pages), self.metadata.page_table, keys, values, self.metadata.page_table.stride(0), length,
-            KV_HEADS=a.kv_heads, HEAD_DIM=a.head_dim, BLOCK_D=self.block_d, **cache_dtypes(pages),
-            NUM_HADAMARD=num_interleaved(a), PAGE_SIZE=pages.page_size, BLOCK_N=64,
+            KV=self._kv_layout(pages), BLOCK_N=64,
         )  # fmt: skip
         new_columns = self.metadata.past_lens[:, None] + torch.arange(tokens, device=k.device)
         row = torch.arange(rows, device=k.device)[:, None]
@@ -268,8 +258,8 @@ class AttentionLaunch:
             q, k, v, q if page_table is None else page_table, self.metadata.past_lens, self.mask, out,
             self.tokens, 0 if page_table is None else page_table.stride(0), self.mask_stride, q.stride(0),
             q.stride(1), *kv_strides, self.score_scale, self.cap_scale, self.window,
-            Q_HEADS=a.heads, Q_PER_KV=self.q_per_kv, HEAD_DIM=a.head_dim, BLOCK_D=self.block_d,
-            **self.mask_flags, PAGE_SIZE=page_size, **blocks._asdict(),
+            Q_PER_KV=self.q_per_kv, KV=KVLayout(a.kv_heads, a.head_dim, self.block_d, page_size),
+            SCORE=self.score_layout, **blocks._asdict(),
         )  # fmt: skip
         return out
 
@@ -277,8 +267,3 @@ class AttentionLaunch:
 def cache_tensors(pages: b.KVPages) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, their scales, values, their scales; a cache without scales passes the stored numbers twice."""
     return pages.keys[0], pages.keys[-1], pages.values[0], pages.values[-1]
-
-
-def cache_dtypes(pages: b.KVPages) -> dict[str, str]:
-    """How keys and values are stored, as the kernels' constants."""
-    return {"K_DTYPE": pages.dtypes[0], "V_DTYPE": pages.dtypes[1]}

@@ -69,64 +69,59 @@ def apply_group_scales(x, scales, slot, ok, KV_DTYPE: tl.constexpr, HEAD_DIM: tl
 @triton.jit
 def masked_scores(
     low, high, n, stop, q_pos, slot, k_cache, k_scale, mask, score_scale, cap_scale, window,
-    K_DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr,
+    KV: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
     """(N,) scores of stored tokens n (N, 1, 1) for the query's halves (1, D / 32, 16); -inf where hidden."""
-    k_low, k_high = load_halves(k_cache, slot, n < stop, K_DTYPE, HEAD_DIM, BLOCK_D)
+    k_low, k_high = load_halves(k_cache, slot, n < stop, KV.K_DTYPE, KV.HEAD_DIM, KV.BLOCK_D)
     score = tl.sum(low * k_low + high * k_high, 2)
-    score = tl.sum(apply_group_scales(score, k_scale, slot, n < stop, K_DTYPE, HEAD_DIM), 1) * score_scale
-    if HAS_SOFTCAP:
+    score = tl.sum(apply_group_scales(score, k_scale, slot, n < stop, KV.K_DTYPE, KV.HEAD_DIM), 1) * score_scale
+    if SCORE.HAS_SOFTCAP:
         score = tanh(score) * cap_scale
     lane = tl.reshape(n, (n.shape[0],))
     visible = lane < stop
-    if HAS_MASK:
+    if SCORE.HAS_MASK:
         visible = visible & (tl.load(mask + lane, mask=visible, other=0) != 0)
-    if HAS_WINDOW:
+    if SCORE.HAS_WINDOW:
         visible = visible & (q_pos - lane < window)
     return tl.where(visible, score, float("-inf"))
 
 
 @triton.jit
-def kv_slots(page_table, tile, stop, kv_head, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def kv_slots(page_table, tile, stop, kv_head, KV: tl.constexpr, BLOCK_N: tl.constexpr):
     """Token numbers from `tile` on and their slots, (N, 1, 1) both."""
     n = tl.arange(0, BLOCK_N)[:, None, None]
-    page = tl.load(page_table + tile // PAGE_SIZE, mask=tile < stop, other=0).to(tl.int64)
-    return tile + n, (page * PAGE_SIZE + tile % PAGE_SIZE + n) * KV_HEADS + kv_head
+    page = tl.load(page_table + tile // KV.PAGE_SIZE, mask=tile < stop, other=0).to(tl.int64)
+    return tile + n, (page * KV.PAGE_SIZE + tile % KV.PAGE_SIZE + n) * KV.KV_HEADS + kv_head
 
 
 @triton.jit
 def simt_kv_loop(
-    low, high, start, stop, q_pos, k_cache, k_scale, v_cache, v_scale, page_table, mask, kv_head,
-    score_scale, cap_scale, window,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, K_DTYPE: tl.constexpr,
-    V_DTYPE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    low, high, start, stop, q_pos, cache, page_table, mask, kv_head, score_scale, cap_scale, window,
+    KV: tl.constexpr, SCORE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Each lane's online softmax over its tokens from `start` to `stop`, two tiles of BLOCK_N at a time."""
+    k_cache, k_scale, v_cache, v_scale = cache
     m_i = tl.full((BLOCK_N,), MIN_SCORE, tl.float32)
     l_i = tl.zeros((BLOCK_N,), tl.float32)
-    acc_low = tl.zeros((BLOCK_N, BLOCK_D // 32, 16), tl.float32)
-    acc_high = tl.zeros((BLOCK_N, BLOCK_D // 32, 16), tl.float32)
-    ones = tl.full((BLOCK_N, BLOCK_D // 32), 1.0, tl.float32)
+    acc_low = tl.zeros((BLOCK_N, KV.BLOCK_D // 32, 16), tl.float32)
+    acc_high = tl.zeros((BLOCK_N, KV.BLOCK_D // 32, 16), tl.float32)
+    ones = tl.full((BLOCK_N, KV.BLOCK_D // 32), 1.0, tl.float32)
     for tile in range(start, stop, 2 * BLOCK_N):
-        n1, slot1 = kv_slots(page_table, tile, stop, kv_head, KV_HEADS, PAGE_SIZE, BLOCK_N)
-        n2, slot2 = kv_slots(page_table, tile + BLOCK_N, stop, kv_head, KV_HEADS, PAGE_SIZE, BLOCK_N)
+        n1, slot1 = kv_slots(page_table, tile, stop, kv_head, KV, BLOCK_N)
+        n2, slot2 = kv_slots(page_table, tile + BLOCK_N, stop, kv_head, KV, BLOCK_N)
         score1 = masked_scores(
-            low, high, n1, stop, q_pos, slot1, k_cache, k_scale, mask, score_scale, cap_scale, window,
-            K_DTYPE, HEAD_DIM, BLOCK_D, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
-        )  # fmt: skip
+            low, high, n1, stop, q_pos, slot1, k_cache, k_scale, mask, score_scale, cap_scale, window, KV, SCORE
+        )
         score2 = masked_scores(
-            low, high, n2, stop, q_pos, slot2, k_cache, k_scale, mask, score_scale, cap_scale, window,
-            K_DTYPE, HEAD_DIM, BLOCK_D, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
-        )  # fmt: skip
-        low1, high1 = load_halves(v_cache, slot1, n1 < stop, V_DTYPE, HEAD_DIM, BLOCK_D)
-        low2, high2 = load_halves(v_cache, slot2, n2 < stop, V_DTYPE, HEAD_DIM, BLOCK_D)
+            low, high, n2, stop, q_pos, slot2, k_cache, k_scale, mask, score_scale, cap_scale, window, KV, SCORE
+        )
+        low1, high1 = load_halves(v_cache, slot1, n1 < stop, KV.V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D)
+        low2, high2 = load_halves(v_cache, slot2, n2 < stop, KV.V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D)
         m_new = tl.maximum(m_i, tl.maximum(score1, score2))
         alpha, p1, p2 = tl.exp2(m_i - m_new), tl.exp2(score1 - m_new), tl.exp2(score2 - m_new)
         m_i, l_i = m_new, l_i * alpha + p1 + p2
-        w1 = apply_group_scales(ones * p1[:, None], v_scale, slot1, n1 < stop, V_DTYPE, HEAD_DIM)[:, :, None]
-        w2 = apply_group_scales(ones * p2[:, None], v_scale, slot2, n2 < stop, V_DTYPE, HEAD_DIM)[:, :, None]
+        w1 = apply_group_scales(ones * p1[:, None], v_scale, slot1, n1 < stop, KV.V_DTYPE, KV.HEAD_DIM)[:, :, None]
+        w2 = apply_group_scales(ones * p2[:, None], v_scale, slot2, n2 < stop, KV.V_DTYPE, KV.HEAD_DIM)[:, :, None]
         acc_low = acc_low * alpha[:, None, None] + w1 * low1 + w2 * low2
         acc_high = acc_high * alpha[:, None, None] + w1 * high1 + w2 * high2
     return m_i, l_i, acc_low, acc_high
@@ -134,11 +129,8 @@ def simt_kv_loop(
 
 @triton.jit
 def append_new_token(
-    low, high, k, v, position, cos, sin, mrope_axis, pos_axis_stride, k_cache, v_cache, page_table,
-    past_len, kv_head, score_scale, cap_scale,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROPE_DIM: tl.constexpr,
-    ROPE_INTERLEAVED: tl.constexpr, MROPE: tl.constexpr, K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    low, high, k, v, position, rope, k_cache, v_cache, page_table, past_len, kv_head, score_scale, cap_scale,
+    KV: tl.constexpr, ROPE: tl.constexpr, SCORE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The softmax state of the new token alone, in lane 0.
 
@@ -146,52 +138,26 @@ def append_new_token(
     """
     lane = tl.arange(0, BLOCK_N)[:, None, None]
     first_lane, k, v, position = lane == 0, k + lane * 0, v + lane * 0, position + lane * 0
-    k_low_columns, k_high_columns = half_columns(K_DTYPE, BLOCK_D)
-    v_low_columns, v_high_columns = half_columns(V_DTYPE, BLOCK_D)
-    k_low = load_roped(
-        k,
-        k_low_columns,
-        position,
-        first_lane,
-        cos,
-        sin,
-        mrope_axis,
-        pos_axis_stride,
-        HEAD_DIM,
-        ROPE_DIM,
-        ROPE_INTERLEAVED,
-        MROPE,
-    )
-    k_high = load_roped(
-        k,
-        k_high_columns,
-        position,
-        first_lane,
-        cos,
-        sin,
-        mrope_axis,
-        pos_axis_stride,
-        HEAD_DIM,
-        ROPE_DIM,
-        ROPE_INTERLEAVED,
-        MROPE,
-    )
-    v_low = tl.load(v + v_low_columns, mask=first_lane & (v_low_columns < HEAD_DIM), other=0.0).to(tl.float32)
-    v_high = tl.load(v + v_high_columns, mask=first_lane & (v_high_columns < HEAD_DIM), other=0.0).to(tl.float32)
-    if K_DTYPE == "float":
-        page = tl.load(page_table + past_len // PAGE_SIZE).to(tl.int64)
-        slot = ((page * PAGE_SIZE + past_len % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + lane * 0
+    k_low_columns, k_high_columns = half_columns(KV.K_DTYPE, KV.BLOCK_D)
+    v_low_columns, v_high_columns = half_columns(KV.V_DTYPE, KV.BLOCK_D)
+    k_low = load_roped(k, k_low_columns, position, first_lane, rope, KV.HEAD_DIM, ROPE)
+    k_high = load_roped(k, k_high_columns, position, first_lane, rope, KV.HEAD_DIM, ROPE)
+    v_low = tl.load(v + v_low_columns, mask=first_lane & (v_low_columns < KV.HEAD_DIM), other=0.0).to(tl.float32)
+    v_high = tl.load(v + v_high_columns, mask=first_lane & (v_high_columns < KV.HEAD_DIM), other=0.0).to(tl.float32)
+    if KV.K_DTYPE == "float":
+        page = tl.load(page_table + past_len // KV.PAGE_SIZE).to(tl.int64)
+        slot = ((page * KV.PAGE_SIZE + past_len % KV.PAGE_SIZE) * KV.KV_HEADS + kv_head) * KV.HEAD_DIM + lane * 0
         k_low, k_high = k_low.to(k.dtype.element_ty), k_high.to(k.dtype.element_ty)
         k_low, k_high = k_low.to(k_cache.dtype.element_ty), k_high.to(k_cache.dtype.element_ty)
         v_low, v_high = v_low.to(v_cache.dtype.element_ty), v_high.to(v_cache.dtype.element_ty)
-        tl.store(k_cache + slot + k_low_columns, k_low, mask=first_lane & (k_low_columns < HEAD_DIM))
-        tl.store(k_cache + slot + k_high_columns, k_high, mask=first_lane & (k_high_columns < HEAD_DIM))
-        tl.store(v_cache + slot + v_low_columns, v_low, mask=first_lane & (v_low_columns < HEAD_DIM))
-        tl.store(v_cache + slot + v_high_columns, v_high, mask=first_lane & (v_high_columns < HEAD_DIM))
+        tl.store(k_cache + slot + k_low_columns, k_low, mask=first_lane & (k_low_columns < KV.HEAD_DIM))
+        tl.store(k_cache + slot + k_high_columns, k_high, mask=first_lane & (k_high_columns < KV.HEAD_DIM))
+        tl.store(v_cache + slot + v_low_columns, v_low, mask=first_lane & (v_low_columns < KV.HEAD_DIM))
+        tl.store(v_cache + slot + v_high_columns, v_high, mask=first_lane & (v_high_columns < KV.HEAD_DIM))
         k_low, k_high = k_low.to(tl.float32), k_high.to(tl.float32)
         v_low, v_high = v_low.to(tl.float32), v_high.to(tl.float32)
     score = tl.sum(tl.sum(low * k_low + high * k_high, 2), 1) * score_scale
-    if HAS_SOFTCAP:
+    if SCORE.HAS_SOFTCAP:
         score = tanh(score) * cap_scale
     is_first = tl.arange(0, BLOCK_N) == 0
     return tl.where(is_first, score, MIN_SCORE), is_first.to(tl.float32), v_low, v_high
@@ -202,97 +168,60 @@ def decode_simt_kernel(
     q, k, v, k_cache, k_scale, v_cache, v_scale, page_table, past_lens, mask, cos, sin, mrope_axis,
     positions, part_max, part_sum, part_acc, num_splits, page_table_stride, mask_stride, q_row_stride,
     k_row_stride, v_row_stride, pos_row_stride, pos_axis_stride, score_scale, cap_scale, window,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROPE_DIM: tl.constexpr,
-    ROPE_INTERLEAVED: tl.constexpr, MROPE: tl.constexpr, K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr, CHUNK_ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
+    KV: tl.constexpr, ROPE: tl.constexpr, SCORE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head; split): every num_splits-th chunk of the row."""
-    split, kv_head, row = (tl.program_id(1), tl.program_id(0) % KV_HEADS, (tl.program_id(0) // KV_HEADS).to(tl.int64))
+    split, kv_head, row = (
+        tl.program_id(1),
+        tl.program_id(0) % KV.KV_HEADS,
+        (tl.program_id(0) // KV.KV_HEADS).to(tl.int64),
+    )
     past_len = tl.load(past_lens + row).to(tl.int32)
-    first_key, size, chunks = chunks_of_row(past_len, window, HAS_WINDOW, MAX_CHUNKS, CHUNK_ALIGN)
+    first_key, size, chunks = chunks_of_row(past_len, window, SCORE.HAS_WINDOW, SPLIT)
     if split >= chunks:
         return
     page_table += row * page_table_stride
     mask += row * mask_stride
     positions += row * pos_row_stride
+    rope = (cos, sin, mrope_axis, pos_axis_stride)
     zero = tl.arange(0, 1)[:, None, None]
-    q_head, position = q + row * q_row_stride + kv_head * HEAD_DIM + zero, positions + zero
-    low_columns, high_columns = half_columns(K_DTYPE, BLOCK_D)
-    low = load_roped(
-        q_head,
-        low_columns,
-        position,
-        zero == 0,
-        cos,
-        sin,
-        mrope_axis,
-        pos_axis_stride,
-        HEAD_DIM,
-        ROPE_DIM,
-        ROPE_INTERLEAVED,
-        MROPE,
-    )
-    high = load_roped(
-        q_head,
-        high_columns,
-        position,
-        zero == 0,
-        cos,
-        sin,
-        mrope_axis,
-        pos_axis_stride,
-        HEAD_DIM,
-        ROPE_DIM,
-        ROPE_INTERLEAVED,
-        MROPE,
-    )
+    q_head, position = q + row * q_row_stride + kv_head * KV.HEAD_DIM + zero, positions + zero
+    low_columns, high_columns = half_columns(KV.K_DTYPE, KV.BLOCK_D)
+    low = load_roped(q_head, low_columns, position, zero == 0, rope, KV.HEAD_DIM, ROPE)
+    high = load_roped(q_head, high_columns, position, zero == 0, rope, KV.HEAD_DIM, ROPE)
     low, high = low.to(q.dtype.element_ty).to(tl.float32), high.to(q.dtype.element_ty).to(tl.float32)
     for chunk in range(split, chunks, num_splits):
         if chunk < chunks - 1:
             start = first_key + chunk * size
             m_i, l_i, acc_low, acc_high = simt_kv_loop(
-                low, high, start, tl.minimum(start + size, past_len), past_len, k_cache, k_scale, v_cache,
-                v_scale, page_table, mask, kv_head, score_scale, cap_scale, window, KV_HEADS, HEAD_DIM,
-                BLOCK_D, K_DTYPE, V_DTYPE, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, PAGE_SIZE, BLOCK_N,
+                low, high, start, tl.minimum(start + size, past_len), past_len, (k_cache, k_scale, v_cache, v_scale),
+                page_table, mask, kv_head, score_scale, cap_scale, window, KV, SCORE, BLOCK_N,
             )  # fmt: skip
         else:
             m_i, l_i, acc_low, acc_high = append_new_token(
-                low, high, k + row * k_row_stride + kv_head * HEAD_DIM,
-                v + row * v_row_stride + kv_head * HEAD_DIM, positions, cos, sin, mrope_axis,
-                pos_axis_stride, k_cache, v_cache, page_table, past_len, kv_head, score_scale, cap_scale,
-                KV_HEADS, HEAD_DIM, BLOCK_D, ROPE_DIM, ROPE_INTERLEAVED, MROPE, K_DTYPE, V_DTYPE,
-                HAS_SOFTCAP, PAGE_SIZE, BLOCK_N,
+                low, high, k + row * k_row_stride + kv_head * KV.HEAD_DIM,
+                v + row * v_row_stride + kv_head * KV.HEAD_DIM, positions, rope, k_cache, v_cache, page_table,
+                past_len, kv_head, score_scale, cap_scale, KV, ROPE, SCORE, BLOCK_N,
             )  # fmt: skip
-        partial = (row * KV_HEADS + kv_head) * MAX_CHUNKS + chunk
+        partial = (row * KV.KV_HEADS + kv_head) * SPLIT.MAX_CHUNKS + chunk
         store_partial(
-            m_i,
-            l_i,
-            acc_low,
-            acc_high,
-            part_max + partial,
-            part_sum + partial,
-            part_acc + partial * HEAD_DIM,
-            HEAD_DIM,
-            BLOCK_D,
-            V_DTYPE,
+            m_i, l_i, acc_low, acc_high, part_max + partial, part_sum + partial, part_acc + partial * KV.HEAD_DIM, KV
         )
 
 
 @triton.jit
-def store_partial(
-    m_i, l_i, acc_low, acc_high, max_out, sum_out, acc_out,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DTYPE: tl.constexpr,
-):  # fmt: skip
+def store_partial(m_i, l_i, acc_low, acc_high, max_out, sum_out, acc_out, KV: tl.constexpr):
     """Reduce the lanes of a chunk and write its partial (max, sum, accumulator)."""
     m_all = tl.max(m_i, 0)
     rescale = tl.exp2(m_i - m_all)
     tl.store(max_out, m_all)
     tl.store(sum_out, tl.sum(l_i * rescale, 0))
-    low_columns, high_columns = half_columns(V_DTYPE, BLOCK_D)
+    low_columns, high_columns = half_columns(KV.V_DTYPE, KV.BLOCK_D)
     tl.store(
-        acc_out + low_columns, tl.sum(acc_low * rescale[:, None, None], 0)[None, :, :], mask=low_columns < HEAD_DIM
+        acc_out + low_columns, tl.sum(acc_low * rescale[:, None, None], 0)[None, :, :], mask=low_columns < KV.HEAD_DIM
     )
     tl.store(
-        acc_out + high_columns, tl.sum(acc_high * rescale[:, None, None], 0)[None, :, :], mask=high_columns < HEAD_DIM
+        acc_out + high_columns,
+        tl.sum(acc_high * rescale[:, None, None], 0)[None, :, :],
+        mask=high_columns < KV.HEAD_DIM,
     )

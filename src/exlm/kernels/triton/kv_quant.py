@@ -12,14 +12,29 @@ slot is such a vector's index in the cache: (page * PAGE_SIZE + place in the pag
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from ..interface import KVCacheDtype
 from .norm_rope_act import load_roped
 
 FP16_MAX = tl.constexpr(65504.0)
 GROUP_SIZE = tl.constexpr(32)  # numbers that share a scale; also the length of a Hadamard transform
 INV_GROUP_SIZE = tl.constexpr(1.0 / 32)  # two transforms multiply by 32
+
+
+class KVLayout(NamedTuple):
+    """The shape and storage of a layer's keys and values, as a constant that kernels are compiled for."""
+
+    KV_HEADS: int
+    HEAD_DIM: int
+    BLOCK_D: int  # HEAD_DIM padded to a power of two
+    PAGE_SIZE: int  # tokens; 0 for contiguous rows
+    K_DTYPE: KVCacheDtype = "float"
+    V_DTYPE: KVCacheDtype = "float"
+    NUM_HADAMARD: int = 1  # transforms interleaved in a token's codes
 
 
 @triton.jit
@@ -128,10 +143,7 @@ def rope_append_kv_kernel(
     q, k, v, q_out, k_out, v_out, k_cache, k_scale, v_cache, v_scale, page_table, past_lens, cos, sin,
     mrope_axis, positions, tokens, page_table_stride, q_row_stride, q_token_stride, k_row_stride,
     k_token_stride, v_row_stride, v_token_stride, pos_row_stride, pos_token_stride, pos_axis_stride,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROPE_DIM: tl.constexpr, ROPE_INTERLEAVED: tl.constexpr, MROPE: tl.constexpr, K_DTYPE: tl.constexpr,
-    V_DTYPE: tl.constexpr, NUM_HADAMARD: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-    CACHE_SPACE: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV: tl.constexpr, ROPE: tl.constexpr, BLOCK_T: tl.constexpr, CACHE_SPACE: tl.constexpr,
 ):  # fmt: skip
     """Apply RoPE to q and k, write k and v to the cache. Program (block of tokens, head of q, k or v, row).
 
@@ -139,69 +151,79 @@ def rope_append_kv_kernel(
     """
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
+    d = tl.arange(0, KV.BLOCK_D)[None, :]
     ok = token < tokens
     position = positions + row * pos_row_stride + token * pos_token_stride
+    rope = (cos, sin, mrope_axis, pos_axis_stride)
     if head < Q_HEADS:
         x = load_roped(
-            q + row * q_row_stride + token * q_token_stride + head * HEAD_DIM, d, position, ok, cos, sin,
-            mrope_axis, pos_axis_stride, HEAD_DIM, ROPE_DIM, ROPE_INTERLEAVED, MROPE,
-        )  # fmt: skip
-        if CACHE_SPACE and (K_DTYPE == "hadamard8" or K_DTYPE == "hadamard4"):
-            x = hadamard(x.to(q.dtype.element_ty).to(tl.float32), NUM_HADAMARD, False) * INV_GROUP_SIZE
-        out_offset = ((row * tokens + token) * Q_HEADS + head) * HEAD_DIM + d
-        tl.store(q_out + out_offset, x.to(q_out.dtype.element_ty), mask=ok & (d < HEAD_DIM))
+            q + row * q_row_stride + token * q_token_stride + head * KV.HEAD_DIM,
+            d,
+            position,
+            ok,
+            rope,
+            KV.HEAD_DIM,
+            ROPE,
+        )
+        if CACHE_SPACE and (KV.K_DTYPE == "hadamard8" or KV.K_DTYPE == "hadamard4"):
+            x = hadamard(x.to(q.dtype.element_ty).to(tl.float32), KV.NUM_HADAMARD, False) * INV_GROUP_SIZE
+        out_offset = ((row * tokens + token) * Q_HEADS + head) * KV.HEAD_DIM + d
+        tl.store(q_out + out_offset, x.to(q_out.dtype.element_ty), mask=ok & (d < KV.HEAD_DIM))
     else:
-        kv_head = (head - Q_HEADS) % KV_HEADS
+        kv_head = (head - Q_HEADS) % KV.KV_HEADS
         key_index = tl.load(past_lens + row) + token
-        page = tl.load(page_table + row * page_table_stride + key_index // PAGE_SIZE, mask=ok, other=0).to(tl.int64)
-        slot = (page * PAGE_SIZE + key_index % PAGE_SIZE) * KV_HEADS + kv_head
-        out_offset = ((row * tokens + token) * KV_HEADS + kv_head) * HEAD_DIM + d
-        if head < Q_HEADS + KV_HEADS:
+        page = tl.load(page_table + row * page_table_stride + key_index // KV.PAGE_SIZE, mask=ok, other=0).to(tl.int64)
+        slot = (page * KV.PAGE_SIZE + key_index % KV.PAGE_SIZE) * KV.KV_HEADS + kv_head
+        out_offset = ((row * tokens + token) * KV.KV_HEADS + kv_head) * KV.HEAD_DIM + d
+        if head < Q_HEADS + KV.KV_HEADS:
             new_k = load_roped(
-                k + row * k_row_stride + token * k_token_stride + kv_head * HEAD_DIM, d, position, ok, cos,
-                sin, mrope_axis, pos_axis_stride, HEAD_DIM, ROPE_DIM, ROPE_INTERLEAVED, MROPE,
-            )  # fmt: skip
+                k + row * k_row_stride + token * k_token_stride + kv_head * KV.HEAD_DIM,
+                d,
+                position,
+                ok,
+                rope,
+                KV.HEAD_DIM,
+                ROPE,
+            )
             new_k = new_k.to(k.dtype.element_ty).to(tl.float32)
-            rotated = to_cache_space(new_k, K_DTYPE, NUM_HADAMARD)
-            store_kv(rotated, k_cache, k_scale, slot, ok, K_DTYPE, HEAD_DIM)
+            rotated = to_cache_space(new_k, KV.K_DTYPE, KV.NUM_HADAMARD)
+            store_kv(rotated, k_cache, k_scale, slot, ok, KV.K_DTYPE, KV.HEAD_DIM)
             new_out = rotated if CACHE_SPACE else new_k
-            tl.store(k_out + out_offset, new_out.to(k_out.dtype.element_ty), mask=ok & (d < HEAD_DIM))
+            tl.store(k_out + out_offset, new_out.to(k_out.dtype.element_ty), mask=ok & (d < KV.HEAD_DIM))
         else:
             new_v = tl.load(
-                v + row * v_row_stride + token * v_token_stride + kv_head * HEAD_DIM + d,
-                mask=ok & (d < HEAD_DIM),
+                v + row * v_row_stride + token * v_token_stride + kv_head * KV.HEAD_DIM + d,
+                mask=ok & (d < KV.HEAD_DIM),
                 other=0.0,
             )
-            rotated = to_cache_space(new_v.to(tl.float32), V_DTYPE, NUM_HADAMARD)
-            store_kv(rotated, v_cache, v_scale, slot, ok, V_DTYPE, HEAD_DIM)
+            rotated = to_cache_space(new_v.to(tl.float32), KV.V_DTYPE, KV.NUM_HADAMARD)
+            store_kv(rotated, v_cache, v_scale, slot, ok, KV.V_DTYPE, KV.HEAD_DIM)
             if CACHE_SPACE:
-                tl.store(v_out + out_offset, rotated.to(v_out.dtype.element_ty), mask=ok & (d < HEAD_DIM))
+                tl.store(v_out + out_offset, rotated.to(v_out.dtype.element_ty), mask=ok & (d < KV.HEAD_DIM))
 
 
 @triton.jit(do_not_specialize=["page_table_stride", "length"])
 def dequantize_kv_kernel(
     k_cache, k_scale, v_cache, v_scale, page_table, k_out, v_out, page_table_stride, length,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, K_DTYPE: tl.constexpr,
-    V_DTYPE: tl.constexpr, NUM_HADAMARD: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    KV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Dequantise stored tokens to contiguous k_out, v_out. Program (block of tokens, head of k or v, row)."""
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     tile = tl.program_id(0) * BLOCK_N
     n = tile + tl.arange(0, BLOCK_N)
     ok = n < length
-    page = tl.load(page_table + row * page_table_stride + tile // PAGE_SIZE).to(tl.int64)
-    slot = (page * PAGE_SIZE + tile % PAGE_SIZE + tl.arange(0, BLOCK_N)) * KV_HEADS + head % KV_HEADS
-    d = tl.arange(0, BLOCK_D)[None, :]
-    out_offset = ((row * length + n[:, None]) * KV_HEADS + head % KV_HEADS) * HEAD_DIM + d
-    mask = ok[:, None] & (d < HEAD_DIM)
-    if head < KV_HEADS:
-        x = load_kv(k_cache, k_scale, slot, ok, K_DTYPE, HEAD_DIM, BLOCK_D).to(tl.float32)
-        if K_DTYPE != "fp8_e5m2":
-            x = hadamard(x, NUM_HADAMARD, True) * INV_GROUP_SIZE
+    page = tl.load(page_table + row * page_table_stride + tile // KV.PAGE_SIZE).to(tl.int64)
+    slot = (page * KV.PAGE_SIZE + tile % KV.PAGE_SIZE + tl.arange(0, BLOCK_N)) * KV.KV_HEADS + head % KV.KV_HEADS
+    d = tl.arange(0, KV.BLOCK_D)[None, :]
+    out_offset = ((row * length + n[:, None]) * KV.KV_HEADS + head % KV.KV_HEADS) * KV.HEAD_DIM + d
+    mask = ok[:, None] & (d < KV.HEAD_DIM)
+    if head < KV.KV_HEADS:
+        x = load_kv(k_cache, k_scale, slot, ok, KV.K_DTYPE, KV.HEAD_DIM, KV.BLOCK_D).to(tl.float32)
+        if KV.K_DTYPE != "fp8_e5m2":
+            x = hadamard(x, KV.NUM_HADAMARD, True) * INV_GROUP_SIZE
         tl.store(k_out + out_offset, x.to(tl.float16).to(k_out.dtype.element_ty), mask=mask)
     else:
-        x = load_kv(v_cache, v_scale, slot, ok, V_DTYPE, HEAD_DIM, BLOCK_D).to(tl.float32)
-        if V_DTYPE != "fp8_e5m2":
-            x = hadamard(x, NUM_HADAMARD, True) * INV_GROUP_SIZE
+        x = load_kv(v_cache, v_scale, slot, ok, KV.V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D).to(tl.float32)
+        if KV.V_DTYPE != "fp8_e5m2":
+            x = hadamard(x, KV.NUM_HADAMARD, True) * INV_GROUP_SIZE
         tl.store(v_out + out_offset, x.to(tl.float16).to(v_out.dtype.element_ty), mask=mask)

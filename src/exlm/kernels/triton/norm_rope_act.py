@@ -7,6 +7,7 @@ call `load_roped` on its tables instead of launching `rope_kernel`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -110,29 +111,34 @@ class Norm:
             )  # fmt: skip
 
 
+class RopeLayout(NamedTuple):
+    """How RoPE rotates a head, as a constant that kernels are compiled for."""
+
+    DIM: int = 0  # the first columns of a head, which are rotated; 0 if RoPE is already applied
+    INTERLEAVED: bool = False  # pairs are neighbours (GPT-J), not half of DIM apart (NeoX)
+    MROPE: bool = False  # each column takes its position from its own axis (time, height, width)
+
+
 @triton.jit
-def load_roped(
-    head_ptr, d, position_ptr, ok, cos, sin, mrope_axis, pos_axis_stride,
-    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, ROPE_INTERLEAVED: tl.constexpr, MROPE: tl.constexpr,
-):  # fmt: skip
+def load_roped(head_ptr, d, position_ptr, ok, rope, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr):
     """Load columns d of heads and apply RoPE, as float32: the prologue of every kernel that reads q or new k.
 
-    head_ptr, d and position_ptr broadcast to the output's shape. RoPE rotates the first ROPE_DIM of HEAD_DIM
-    columns; columns from HEAD_DIM on are zero. MROPE: each column takes its position from its own axis
-    (time, height, width).
+    head_ptr, d and position_ptr broadcast to the output's shape; columns from HEAD_DIM on are zero. `rope`
+    is (cos, sin, mrope_axis, pos_axis_stride).
     """
+    cos, sin, mrope_axis, pos_axis_stride = rope
     x = tl.load(head_ptr + d, mask=ok & (d < HEAD_DIM), other=0.0).to(tl.float32)
-    if ROPE_DIM > 0:
-        half: tl.constexpr = ROPE_DIM // 2
-        in_rope = ok & (d < ROPE_DIM)
-        if ROPE_INTERLEAVED:
+    if ROPE.DIM > 0:
+        half: tl.constexpr = ROPE.DIM // 2
+        in_rope = ok & (d < ROPE.DIM)
+        if ROPE.INTERLEAVED:
             column, partner, is_first = d // 2, d ^ 1, d % 2 == 0
         else:
             is_first = d < half
             column, partner = tl.where(is_first, d, d - half), tl.where(is_first, d + half, d - half)
         other = tl.load(head_ptr + partner, mask=in_rope, other=0.0).to(tl.float32)
-        if MROPE:
-            axis = tl.load(mrope_axis + column, mask=d < ROPE_DIM, other=0)
+        if ROPE.MROPE:
+            axis = tl.load(mrope_axis + column, mask=d < ROPE.DIM, other=0)
             position = tl.load(position_ptr + axis * pos_axis_stride, mask=in_rope, other=0)
         else:
             position = tl.load(position_ptr, mask=ok, other=0)
@@ -148,7 +154,7 @@ def rope_kernel(
     q, k, q_out, k_out, positions, cos, sin, mrope_axis, tokens, q_row_stride, q_token_stride, k_row_stride,
     k_token_stride, pos_row_stride, pos_token_stride, pos_axis_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROPE_DIM: tl.constexpr, ROPE_INTERLEAVED: tl.constexpr, MROPE: tl.constexpr, BLOCK_T: tl.constexpr,
+    ROPE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Apply RoPE to q and k. Program (block of tokens, head of q or k, row)."""
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
@@ -156,18 +162,18 @@ def rope_kernel(
     d = tl.arange(0, BLOCK_D)[None, :]
     ok = token < tokens
     position_ptr = positions + row * pos_row_stride + token * pos_token_stride
+    rope = (cos, sin, mrope_axis, pos_axis_stride)
     if head < Q_HEADS:
         x = load_roped(
-            q + row * q_row_stride + token * q_token_stride + head * HEAD_DIM, d, position_ptr, ok, cos,
-            sin, mrope_axis, pos_axis_stride, HEAD_DIM, ROPE_DIM, ROPE_INTERLEAVED, MROPE,
-        )  # fmt: skip
+            q + row * q_row_stride + token * q_token_stride + head * HEAD_DIM, d, position_ptr, ok, rope, HEAD_DIM, ROPE
+        )
         out_offset = ((row * tokens + token) * Q_HEADS + head) * HEAD_DIM + d
         tl.store(q_out + out_offset, x.to(q_out.dtype.element_ty), mask=ok & (d < HEAD_DIM))
     else:
         kv_head = head - Q_HEADS
         x = load_roped(
-            k + row * k_row_stride + token * k_token_stride + kv_head * HEAD_DIM, d, position_ptr, ok, cos,
-            sin, mrope_axis, pos_axis_stride, HEAD_DIM, ROPE_DIM, ROPE_INTERLEAVED, MROPE,
+            k + row * k_row_stride + token * k_token_stride + kv_head * HEAD_DIM,
+            d, position_ptr, ok, rope, HEAD_DIM, ROPE,
         )  # fmt: skip
         out_offset = ((row * tokens + token) * KV_HEADS + kv_head) * HEAD_DIM + d
         tl.store(k_out + out_offset, x.to(k_out.dtype.element_ty), mask=ok & (d < HEAD_DIM))
@@ -189,6 +195,10 @@ class RopeTables:
         tables = RotaryEmbedding(rope, length, device)
         return cls(tables.cos, tables.sin, tables.mrope_axis.int(), rope.dim, rope.style == "gptj")
 
+    def layout(self, positions: Tensor) -> RopeLayout:
+        """What kernels are compiled for."""
+        return RopeLayout(self.dim, self.interleaved, positions.dim() == 3)
+
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q and k after RoPE, in one launch."""
         (q, k), (rows, tokens, heads, head) = (contiguous_heads(q), contiguous_heads(k)), q.shape
@@ -198,8 +208,8 @@ class RopeTables:
             rope_kernel[grid](
                 q, k, q_out, k_out, positions, self.cos, self.sin, self.mrope_axis, tokens, q.stride(0),
                 q.stride(1), k.stride(0), k.stride(1), *position_strides(positions), Q_HEADS=heads,
-                KV_HEADS=k.shape[2], HEAD_DIM=head, BLOCK_D=triton.next_power_of_2(head), ROPE_DIM=self.dim,
-                ROPE_INTERLEAVED=self.interleaved, MROPE=positions.dim() == 3, BLOCK_T=_ROPE_TOKENS,
+                KV_HEADS=k.shape[2], HEAD_DIM=head, BLOCK_D=triton.next_power_of_2(head),
+                ROPE=self.layout(positions), BLOCK_T=_ROPE_TOKENS,
             )  # fmt: skip
         return q_out, k_out
 

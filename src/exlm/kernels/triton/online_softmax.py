@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,20 +12,19 @@ from .norm_rope_act import tanh
 MIN_SCORE = tl.constexpr(-1.0e30)  # below every score, yet finite: -inf - -inf would be NaN
 
 
+class ScoreLayout(NamedTuple):
+    """Which steps lie between q·k and the softmax, as a constant that kernels are compiled for."""
+
+    HAS_WINDOW: bool
+    HAS_SOFTCAP: bool
+    HAS_MASK: bool
+
+
 @triton.jit
 def online_softmax(
-    q,
-    k,
-    v,
-    visible,
-    m_i,
-    l_i,
-    acc,
-    score_scale,
-    cap_scale,
-    HAS_SOFTCAP: tl.constexpr,
-    ALL_VISIBLE: tl.constexpr = False,
-):
+    q, k, v, visible, m_i, l_i, acc, score_scale, cap_scale,
+    HAS_SOFTCAP: tl.constexpr, ALL_VISIBLE: tl.constexpr = False,
+):  # fmt: skip
     """Add a tile of keys (N, D) and values (N, D) to the state of queries (M, D); returns the new state.
 
     m_i is each query's largest score so far, l_i the sum of its weights, acc the weighted sum of values.
