@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from exlm.kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
-from exlm.sampling.gpu_kernels import KernelOutput, OutputBuffer, OutputBufferPool, SamplingLaunchKey
+from exlm.sampling.gpu_buffers import OutputAllocator, OutputBuffer
+from exlm.sampling.gpu_kernels import KernelOutput, SamplingLaunchKey
 
 
 @dataclass
@@ -72,7 +73,7 @@ class FakeKernels:
 
     def next_output(self, count: int) -> OutputBuffer:
         """On which every row has failed so far."""
-        output = OutputBufferPool(count, torch.device("cpu"), None).next()
+        output = OutputAllocator(count, torch.device("cpu"), None).next()
         output.tokens[:], output.host_copy[:] = -1, -1
         return output
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from exlm.sampling.gpu_kernels import (
+from exlm.sampling.gpu_buffers import (
     ALIGN_ELEMENTS,
     BUFFERS_PER_BLOCK,
     BUFFERS_PER_CHUNK,
     MIN_BUFFER_WORDS,
     HostTokens,
-    MuBufferPool,
-    OutputBufferPool,
+    OutputAllocator,
     StagingRing,
+    allocate_mus,
 )
 
 
@@ -61,10 +61,10 @@ def test_a_pinned_buffer_is_reused_only_after_its_copy() -> None:
 @pytest.mark.parametrize("count", [1, 3, ALIGN_ELEMENTS, ALIGN_ELEMENTS + 1])
 def test_output_buffers_are_aligned_and_not_shared(count: int) -> None:
     with torch.inference_mode():
-        sheets = OutputBufferPool(count, torch.device("cpu"), None)
-        found = [sheets.next() for _ in range(2 * BUFFERS_PER_BLOCK + 1)]
-        targets = MuBufferPool(count, torch.device("cpu"))
-        tensors = [tensor for sheet in found for tensor in sheet[:3]] + [targets.next() for _ in found]
+        allocator = OutputAllocator(count, torch.device("cpu"), None)
+        found = [allocator.next() for _ in range(2 * BUFFERS_PER_BLOCK + 1)]
+        mus = allocate_mus(count, torch.device("cpu"))
+        tensors = [tensor for sheet in found for tensor in sheet[:3]] + [next(mus) for _ in found]
     for i, tensor in enumerate(tensors):
         assert tensor.shape == (count,)
         assert tensor.is_contiguous()

@@ -32,7 +32,7 @@ from .candidates import (
     top_k_candidates,
 )
 from .gpu_batch import GpuSampler
-from .gpu_kernels import HostTokens, copy_to_host
+from .gpu_buffers import HostTokens, copy_to_host
 from .logits_processors import apply_edits, check_bias, compute_edits, mix_logits
 from .request import SamplerOutput, SamplingRequest
 from .settings import Settings

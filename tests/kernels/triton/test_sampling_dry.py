@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from exlm.kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS, MAX_DRY_PENALTY
 from exlm.sampling import Settings, gpu_batch
-from exlm.sampling.gpu_batch import OUT_OF_VOCAB, DeviceTokenHistory
+from exlm.sampling.gpu_batch import OUT_OF_VOCAB, DeviceTokenHistory, PackedRows
 from tests.sampling import oracle
 from tests.sampling.random_inputs import neutral
 
@@ -47,7 +46,7 @@ def kernel_costs(text: list[int], settings: Settings, breakers: frozenset[int]) 
     for part in (text[:-1], text):
         words = torch.zeros(HEADER_WORDS, dtype=torch.int64)
         words[HEADER_OFFSETS["history"] : HEADER_OFFSETS["history"] + 3] = torch.tensor(
-            device_history.sync(part, array("q"), 0)
+            device_history.sync(part, PackedRows([], []))
         )
         words[HEADER_OFFSETS["dry_breakers"]] = mask.data_ptr() if breakers else 0
         y.zero_()
@@ -106,7 +105,7 @@ def test_device_history_equals_the_text_for_any_append_sizes(parts: list[list[in
     device_history, text = DeviceTokenHistory(WIDTH, torch.device("cpu")), list[int]()
     for part in parts:
         text += part
-        address, count, last = device_history.sync(text, array("q"), 0)
+        address, count, last = device_history.sync(text, PackedRows([], []))
         written: Any = np.ctypeslib.as_array((ctypes.c_int32 * max(1, count)).from_address(address))
         if count:
             written[count - 1] = last if 0 <= last < WIDTH else OUT_OF_VOCAB  # as the kernels do
