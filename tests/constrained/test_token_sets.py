@@ -57,7 +57,7 @@ def test_resizing_drops_ids_and_never_adds_any(case: tuple[int, set[int]], other
 @given(WIDTHS, st.data())
 def test_a_mask_of_one_token(width: int, data: st.DataObject) -> None:
     number = data.draw(st.integers(0, width - 1))
-    assert token_sets.bitmask_ids(token_sets.bitmask_from_id(number, width)).tolist() == [number]
+    assert token_sets.bitmask_ids(token_sets.bitmask_from_ids(np.array([number]), width)).tolist() == [number]
 
 
 def test_the_layout_is_the_one_that_masks_are_sent_in() -> None:

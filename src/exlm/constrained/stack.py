@@ -13,7 +13,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -29,7 +29,6 @@ from .token_sets import (
     bitmask_contains,
     bitmask_count,
     bitmask_from_bools,
-    bitmask_from_id,
     bitmask_from_ids,
     bitmask_ids,
     codec_of,
@@ -64,19 +63,6 @@ class AllowedTokens:
 UNCONSTRAINED = AllowedTokens(None)
 
 
-class _StackedFilter(Protocol):
-    """A filter of a stack, native or external."""
-
-    name: str
-    runs_in_background: bool
-
-    def begin(self, prefix: HealingPrefix) -> None: ...
-
-    def feed(self, token_id: int) -> None: ...
-
-    def next_mask(self) -> FilterMask: ...
-
-
 class FilterStack:
     """The filters of one job; used by one thread at a time.
 
@@ -98,7 +84,16 @@ class FilterStack:
         self._codec = codec = codec_of(tokenizer) if checked else None
         self._width = (codec.size if codec else 0) if width is None else width
         self._eos_ids = [n for n in codec.eos_ids if 0 <= n < self._width] if codec else []
-        self._filters = [_wrap_filter(item, self._width, codec) for item in checked] if codec else []
+        self._names = [type(item).__name__ for item in checked]
+        self._filters = (
+            [
+                item.fresh_copy() if isinstance(item, MaskFilter) else _ExternalFilter(item, self._width, codec)
+                for item in checked
+            ]
+            if codec
+            else []
+        )
+        self._in_background = [member.use_background_worker() for member in self._filters]
         self._futures: list[Future[FilterMask] | None] = [None] * len(checked)
         self._fed_ids: list[int] = []
         self._allowed: AllowedTokens | None = None
@@ -128,7 +123,7 @@ class FilterStack:
         if self._allowed is not None:
             return
         for index, member in enumerate(self._filters):
-            if member.runs_in_background and self._futures[index] is None:
+            if self._in_background[index] and self._futures[index] is None:
                 self._futures[index] = pool.submit(member.next_mask)
 
     def allowed(self) -> AllowedTokens:
@@ -175,7 +170,7 @@ class FilterStack:
         if forced_id is None:
             return AllowedTokens(mask, end_ids)
         ends = end_ids | {forced_id} if forced_id in self._eos_ids else end_ids
-        return AllowedTokens(bitmask_from_id(forced_id, self._width), ends, forced_id)
+        return AllowedTokens(bitmask_from_ids(np.array([forced_id]), self._width), ends, forced_id)
 
     def _forced_token(self, mask: Bitmask, num_allowed: int) -> int | None:
         """The only allowed token, or EOS where it is preferred; None where the model chooses."""
@@ -186,8 +181,8 @@ class FilterStack:
 
     def _no_token_message(self, masks: list[FilterMask]) -> str:
         counts = [
-            (member.name, bitmask_count(resize_bitmask(each.mask, self._width)))
-            for member, each in zip(self._filters, masks, strict=True)
+            (name, bitmask_count(resize_bitmask(each.mask, self._width)))
+            for name, each in zip(self._names, masks, strict=True)
             if each.mask is not None
         ]
         names = " and ".join(f"{name} ({num_allowed} of {self._width} tokens)" for name, num_allowed in counts)
@@ -199,16 +194,6 @@ class FilterStack:
             else "Check that it describes a text this model can write."
         )
         return f"Filter excluded all tokens: {names} after the text {shown}. {remedy}"
-
-
-class _NativeFilter:
-    """A fresh copy of one of exlm's own filters, so that a user may pass one filter to many jobs."""
-
-    def __init__(self, original: MaskFilter) -> None:
-        self.name = type(original).__name__
-        copied = original.fresh_copy()
-        self.runs_in_background = copied.use_background_worker()
-        self.begin, self.feed, self.next_mask = copied.begin, copied.feed, copied.next_mask
 
 
 class _ExternalFilter:
@@ -230,7 +215,9 @@ class _ExternalFilter:
         self._whitespace_run = 0
         self._has_is_completed = callable(getattr(original, "is_completed", None))
         self._can_mask_logits = self._query("can_mask_logits")
-        self.runs_in_background = self._query("use_background_worker")
+
+    def use_background_worker(self) -> bool:
+        return self._query("use_background_worker")
 
     def acquire(self, stack: FilterStack) -> None:
         """Refuse a filter that another job uses: its state belongs to one text."""
@@ -330,12 +317,6 @@ class _ExternalFilter:
             raise
         except Exception as error:
             raise InputError(f"The filter {self.name} failed in {method}(): {type(error).__name__}: {error}") from error
-
-
-def _wrap_filter(original: Any, width: int, codec: Codec) -> _StackedFilter:
-    if isinstance(original, MaskFilter):
-        return _NativeFilter(original)
-    return _ExternalFilter(original, width, codec)
 
 
 def _without(allowed: FilterMask, token_ids: Iterable[int]) -> FilterMask:

@@ -54,13 +54,6 @@ def bitmask_from_ids(token_ids: NDArray[np.int64], width: int) -> Bitmask:
     return words.view(np.int32)
 
 
-def bitmask_from_id(token_id: int, width: int) -> Bitmask:
-    """The set of one token."""
-    words = np.zeros(num_bitmask_words(width), np.uint32)
-    words[token_id // BITS_PER_WORD] = 1 << (token_id % BITS_PER_WORD)
-    return words.view(np.int32)
-
-
 def bitmask_ids(words: Bitmask) -> NDArray[np.int64]:
     """The tokens of a set, ascending."""
     bits = np.unpackbits(words.astype("<i4", copy=False).view(np.uint8), bitorder="little")

@@ -68,7 +68,9 @@ class PenaltyWindow:
             self.end = end
             return
         if start >= self.end or end <= self.start:
-            self.clear(start)
+            self.start = self.end = start
+            del self.ids[:], self.counts[:]
+            self._slots.clear()
         while self.end < end:
             self._add(ids[self.end])
             self.end += 1
@@ -81,12 +83,6 @@ class PenaltyWindow:
         while self.end > end:
             self.end -= 1
             self._remove(ids[self.end])
-
-    def clear(self, start: int = 0) -> None:
-        """Count nothing, from this position on."""
-        self.start = self.end = start
-        del self.ids[:], self.counts[:]
-        self._slots.clear()
 
     def truncate(self, ids: Sequence[int], length: int) -> None:
         """Leave out everything from this position on, which `ids` still has."""
