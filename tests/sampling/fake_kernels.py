@@ -1,4 +1,4 @@
-"""A stand-in for the kernels: it reads what was sent for each row, and does with lists what they would do."""
+"""Fake kernels: they parse the words that were uploaded for each row, and update the lists on the device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from exlm.sampling.gpu_kernels import KernelOutput, SamplingLaunchKey
 
 @dataclass
 class ReceivedRow:
-    """What the kernels are told of one row."""
+    """What the kernels received for one row."""
 
     batch_index: int
     seed: tuple[int, int, int]
     mu: float
     params: tuple[float, ...]
-    penalised: dict[int, int]
+    penalized: dict[int, int]
     decaying: dict[int, tuple[float, float]]
     blocked: list[int]
     history: list[int]
@@ -35,7 +35,7 @@ class ReceivedRow:
 
 
 class FakeKernels:
-    """Takes the place of a `Press`. `told` is what it heard, `answers` the targets it gave back for each."""
+    """Takes the place of `SamplingKernels`. `received` has every row, `returned_mus` the target returned for each."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -47,7 +47,7 @@ class FakeKernels:
     def draw(
         self, x: Tensor, table: Tensor, words: Tensor, key: SamplingLaunchKey, output: OutputBuffer
     ) -> KernelOutput:
-        """Listen, and pick token 0; targets are numbers that never come again."""
+        """Record the rows, and draw token 0; no two targets that it returns are equal."""
         if self.raises:
             raise MemoryError
         words_sent = words.numpy()
@@ -68,11 +68,11 @@ class FakeKernels:
         return KernelOutput(mus)
 
     def greedy(self, x: Tensor, output: OutputBuffer) -> None:
-        """Nothing is told of such rows."""
+        """Draw token 0 for every row, without parsing anything."""
         output.tokens[:], output.host_copy[:], output.probs[:] = 0, 0, 1.0
 
     def next_output(self, count: int) -> OutputBuffer:
-        """On which every row has failed so far."""
+        """An output with a failure in every row."""
         output = OutputAllocator(count, torch.device("cpu"), None).next()
         output.tokens[:], output.host_copy[:] = -1, -1
         return output
@@ -86,33 +86,33 @@ class FakeKernels:
         def words(name: str, count: int) -> list[int]:
             return [int(word) for word in header[HEADER_OFFSETS[name] : HEADER_OFFSETS[name] + count]]
 
-        (place,), (seed, position, branch) = words("batch_index", 1), words("seed", 3)
-        target = float(header[HEADER_OFFSETS["initial_mu"] : HEADER_OFFSETS["initial_mu"] + 1].view(np.float64)[0])
+        (batch_index,), (seed, position, rewind_count) = words("batch_index", 1), words("seed", 3)
+        mu = float(header[HEADER_OFFSETS["initial_mu"] : HEADER_OFFSETS["initial_mu"] + 1].view(np.float64)[0])
         if address := words("mu", 1)[0]:
-            target = float(array_at(address, ctypes.c_double, 1)[0])
+            mu = float(array_at(address, ctypes.c_double, 1)[0])
         start, count = words("decaying", 2)
         parts = words_sent[start : start + 3 * count].reshape(3, count)
-        fading = zip(parts[0].tolist(), *parts[1:].view(np.float64).tolist(), strict=True)
-        block, blocked = words("blocked", 2)
-        (bias,), (spared,), (breakers,), (mask,) = (
+        decaying = zip(parts[0].tolist(), *parts[1:].view(np.float64).tolist(), strict=True)
+        start_blocked, num_blocked = words("blocked", 2)
+        (bias,), (exempt,), (breakers,), (mask,) = (
             words(name, 1) for name in ("bias", "xtc_exempt", "dry_breakers", "allowed")
         )
         received = ReceivedRow(
-            place,
-            (seed, position, branch),
-            target,
+            batch_index,
+            (seed, position, rewind_count),
+            mu,
             params,
             self._token_counts(words("token_counts", 4), words("new_counts", 2), words_sent),
-            {token: (many, strength) for token, many, strength in fading},
-            words_sent[block : block + blocked].tolist(),
+            {token: (token_count, strength) for token, token_count, strength in decaying},
+            words_sent[start_blocked : start_blocked + num_blocked].tolist(),
             self._history(*words("history", 3)),
             self._tokens(breakers),
             array_at(bias, ctypes.c_float, self.width).tolist() if bias else None,
             {i for i in range(self.width) if int(words_sent[mask + i // 64]) >> i % 64 & 1} if mask else None,
-            self._tokens(spared),
+            self._tokens(exempt),
         )
         edits = (
-            received.penalised,
+            received.penalized,
             received.decaying,
             received.blocked,
             received.history,
@@ -136,7 +136,7 @@ class FakeKernels:
         return list(map(int, ids))
 
     def _token_counts(self, header: list[int], new_counts: list[int], words_sent: Any) -> dict[int, int]:
-        """The penalised tokens, after what the kernels do with the list."""
+        """The penalized tokens, after what the kernels do with the list."""
         address, size, entered, left = header
         start, count = new_counts
         if not address:
@@ -155,7 +155,7 @@ class FakeKernels:
         used = pairs[pairs[:, 0] >= 0]
         assert max(Counter(used[:, 0].tolist()).values(), default=1) == 1
         assert (used[:, 1] >= 0).all()
-        return {token: many for token, many in used.tolist() if many > 0}
+        return {token: token_count for token, token_count in used.tolist() if token_count > 0}
 
 
 def array_at(address: int, kind: Any, count: int) -> Any:

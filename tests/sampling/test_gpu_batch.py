@@ -1,4 +1,4 @@
-"""What the kernels are told of a batch is what its rows say, whatever happened to them since the last one."""
+"""The words that the kernels receive describe the rows of a batch, whatever changed since the last batch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ BLOCKED: tuple[Any, ...] = ((), [], [2, 99], (5,), {1, 2})
 
 
 class Scenario:
-    """Rows that come, grow, change and go, and what must be said of each."""
+    """Rows that are added, grow, change and are removed, and what the kernels must receive for each."""
 
-    def __init__(self, rng: Random, words: ToyTokenizer, choices: dict[str, tuple[Any, ...]] = SETTING_VALUES) -> None:
+    def __init__(
+        self, rng: Random, tokenizer: ToyTokenizer, choices: dict[str, tuple[Any, ...]] = SETTING_VALUES
+    ) -> None:
         self.choices = choices
-        self.rng, self.width = rng, words.get_vocab_size()
-        vocabulary = Sampler(words).vocabulary
+        self.rng, self.width = rng, tokenizer.get_vocab_size()
+        vocabulary = Sampler(tokenizer).vocabulary
         self.breakers, self.xtc_exempt_ids = vocabulary.dry_breaker_ids, vocabulary.xtc_exempt_ids
         self.rows: list[SamplingRequest] = []
         self.mus: dict[SamplerState, dict[int, float]] = {}
@@ -61,7 +63,7 @@ class Scenario:
         self.mus[state], self.initial_mus[state] = {}, 0.0
 
     def token(self) -> int:
-        """Some often, and some that the vocabulary does not have."""
+        """Some tokens come often, and some are outside the vocabulary."""
         return int((self.width + 2) * self.rng.random() ** 2)
 
     def random_event(self) -> None:
@@ -144,42 +146,42 @@ class Scenario:
         row.num_top_tokens = self.rng.choice((0, 0, 2))
 
     def expected(self, row: SamplingRequest, batch_index: int, received: ReceivedRow) -> ReceivedRow:
-        """What must be said of a row."""
-        plan, state = row.settings.compiled(), row.state
+        """What the kernels must receive for a row."""
+        compiled, state = row.settings.compiled(), row.state
         text, position = state.history, row.position
-        penalised, decaying = Counter[int](), {}
-        if (rule := plan.penalty_rule) is not None and not rule.decays:
-            penalised = Counter(text if rule.sustain is None else text[max(0, len(text) - rule.sustain) :])
+        penalized, decaying = Counter[int](), {}
+        if (rule := compiled.penalty_rule) is not None and not rule.decays:
+            penalized = Counter(text if rule.sustain is None else text[max(0, len(text) - rule.sustain) :])
         elif rule is not None:
             terms = PenaltyWindow().penalized_tokens(text, rule)
             strengths = terms.strengths or [1.0] * len(terms.ids)
             decaying = {t: (c, s) for t, c, s in zip(terms.ids, terms.counts, strengths, strict=True)}
         searched, breakers = list[int](), frozenset[int]()
-        if plan.dry_rule is not None:
+        if compiled.dry_rule is not None:
             searched = [token if 0 <= token < self.width else -1 for token in text]
-            breakers = self.breakers if plan.dry_rule.breaker_ids is None else plan.dry_rule.breaker_ids
+            breakers = self.breakers if compiled.dry_rule.breaker_ids is None else compiled.dry_rule.breaker_ids
         bias = row.settings.token_bias
         allowed: Any = row.allowed
         if isinstance(allowed, torch.Tensor):
             allowed = allowed.nonzero().squeeze(1).tolist()
-        xtc_exempt = self.xtc_exempt_ids if plan.xtc_exempt_ids is None else plan.xtc_exempt_ids
+        xtc_exempt = self.xtc_exempt_ids if compiled.xtc_exempt_ids is None else compiled.xtc_exempt_ids
         return ReceivedRow(
             batch_index,
             (state.seed, position, state.rewind_count),
-            self.mu_at(row, position) if "mirostat" in plan.stateful_steps and row.history is None else received.mu,
-            tuple(float(number) for number in plan.kernel_row),
-            {token: many for token, many in penalised.items() if 0 <= token < self.width},
+            self.mu_at(row, position) if "mirostat" in compiled.stateful_steps and row.history is None else received.mu,
+            tuple(float(number) for number in compiled.kernel_row),
+            {token: many for token, many in penalized.items() if 0 <= token < self.width},
             decaying,
             [token for token in row.blocked if token < self.width],
             searched,
             {token for token in breakers if token < self.width},
             None if bias is None else bias[: self.width].tolist(),
             None if allowed is None else {token for token in allowed if token < self.width},
-            set(xtc_exempt) if "xtc" in plan.steps else set(),
+            set(xtc_exempt) if "xtc" in compiled.steps else set(),
         )
 
     def record_mu(self, row: SamplingRequest, mu: float | None) -> None:
-        """A token was picked, and moved the row's target."""
+        """Remember the target after a drawn token."""
         if row.settings.mirostat and mu is not None:
             known = {at: value for at, value in self.mus[row.state].items() if at < row.position}
             self.mus[row.state] = known | {row.position: mu}
@@ -200,7 +202,7 @@ def _kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_step(scenario: Scenario, sampler: Sampler, kernels: FakeKernels) -> None:
-    """Sample once, and compare what was said of every row."""
+    """Sample once, and compare what the kernels received for every row."""
     rows, rng = scenario.rows, scenario.rng
     kernels.received, kernels.returned_mus = [], []
     kernels.raises = rng.random() < 0.05
@@ -211,68 +213,68 @@ def check_step(scenario: Scenario, sampler: Sampler, kernels: FakeKernels) -> No
         return
     found = {received.batch_index: received for received in kernels.received}
     assert len(found) == len(kernels.received)
-    for place, row in enumerate(rows):
-        if place in found:
-            assert found[place] == scenario.expected(row, place, found[place])
+    for index, row in enumerate(rows):
+        if index in found:
+            assert found[index] == scenario.expected(row, index, found[index])
             assert row.state.last_drawn_position >= row.position
         else:
-            plan = row.settings.compiled()
+            compiled = row.settings.compiled()
             assert (
-                plan.greedy_only
-                or variant_of(plan, WIDTH, max(r.num_top_tokens for r in rows)) is None
+                compiled.greedy_only
+                or variant_of(compiled, WIDTH, max(r.num_top_tokens for r in rows)) is None
                 or not sampler.kernels
             )
     for received, mu in zip(kernels.received, kernels.returned_mus, strict=True):
         scenario.record_mu(rows[received.batch_index], mu)
-    for place, row in enumerate(rows):
-        if place not in found:
+    for index, row in enumerate(rows):
+        if index not in found:
             scenario.record_mu(row, row.state.mirostat_mu)
 
 
-@settings(max_examples=60, phases=(Phase.explicit, Phase.generate))  # a story has nothing to shrink
+@settings(max_examples=60, phases=(Phase.explicit, Phase.generate))  # a scenario cannot be shrunk
 @given(st.integers(0, 2**32))
 def test_kernels_receive_the_state_of_every_row(seed: int) -> None:
     rng = Random(seed)
-    witness, story = FakeKernels(WIDTH), Scenario(rng, ToyTokenizer())
+    kernels, scenario = FakeKernels(WIDTH), Scenario(rng, ToyTokenizer())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_batch, "SamplingKernels", lambda width, device, stream: witness)
+        patch.setattr(gpu_batch, "SamplingKernels", lambda width, device, stream: kernels)
         patch.setattr(gpu_batch, "MIN_COUNTS_CAPACITY", 4)
         patch.setattr(gpu_batch, "MIN_HISTORY_CAPACITY", 4)
         sampler = Sampler(ToyTokenizer())
         for _ in range(rng.choice((1, 2, 6))):
-            story.add_row()
+            scenario.add_row()
         for _ in range(25):
             for _ in range(rng.choice((0, 0, 0, 1, 3))):
-                story.random_event()
-            if not story.rows:
-                story.add_row()
-            check_step(story, sampler, witness)
-            for row in story.rows if rng.random() < 0.9 else ():
-                story.grow(row)
+                scenario.random_event()
+            if not scenario.rows:
+                scenario.add_row()
+            check_step(scenario, sampler, kernels)
+            for row in scenario.rows if rng.random() < 0.9 else ():
+                scenario.grow(row)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter: log(0), overflow
 @pytest.mark.parametrize("seed", range(20 if ON_GPU else 3))
 def test_kernels_and_torch_draw_the_same_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels themselves, over texts' ups and downs, on rows of several spans."""
+    """The kernels themselves, while texts grow and are rewound, on rows of several tiles."""
     pytest.importorskip("triton")
     monkeypatch.setattr(gpu_kernels, "EDIT_TILE", 64)
     monkeypatch.setattr(gpu_kernels, "EDIT_PROGRAMS", 8)
     monkeypatch.setattr(gpu_batch, "MIN_COUNTS_CAPACITY", 4)
     monkeypatch.setattr(gpu_batch, "MIN_HISTORY_CAPACITY", 4)
-    words = ToyTokenizer("".join(map(chr, range(97, 240))) + ".!\n")
+    tokenizer = ToyTokenizer("".join(map(chr, range(97, 240))) + ".!\n")
     choices = SETTING_VALUES | {"top_k": (3, 1, 5) if ON_GPU else (1,)}  # the interpreter is slow to sort
-    story, sampler = Scenario(Random(seed), words, choices), Sampler(words)
+    scenario, sampler = Scenario(Random(seed), tokenizer, choices), Sampler(tokenizer)
     for _ in range(4):
-        story.add_row()
+        scenario.add_row()
     for step in range(20 if ON_GPU else 8):
         if step % 3 == 2:
-            story.random_event()
-        x = torch.randn(len(story.rows), story.width) * 2.0
-        same = copy.deepcopy(story.rows)
-        found = sampler.sample_batch(x.to(DEVICE), story.rows)
-        wanted = Sampler(words, kernels=False).sample_batch(x, same)
+            scenario.random_event()
+        x = torch.randn(len(scenario.rows), scenario.width) * 2.0
+        same = copy.deepcopy(scenario.rows)
+        found = sampler.sample_batch(x.to(DEVICE), scenario.rows)
+        wanted = Sampler(tokenizer, kernels=False).sample_batch(x, same)
         assert found.tokens == wanted.tokens
         torch.testing.assert_close(found.probs.cpu(), wanted.probs, atol=1e-6, rtol=1e-4)
-        for row in story.rows:
-            story.grow(row)
+        for row in scenario.rows:
+            scenario.grow(row)

@@ -1,4 +1,4 @@
-"""The memory that uploads and outputs of the kernels use: aligned, and never reused before it is free."""
+"""Buffers for uploads and outputs of the kernels: aligned, and not reused before their copies are done."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from exlm.sampling.gpu_buffers import (
 
 
 def test_uploads_of_any_size_arrive() -> None:
-    post = StagingRing(torch.device("cpu"))
+    ring = StagingRing(torch.device("cpu"))
     for count in (3, 10, MIN_BUFFER_WORDS, MIN_BUFFER_WORDS + 1, 5000, 3):
-        words, more = np.arange(count, dtype=np.int64), array("q", range(-7, 0))
-        sent = post.upload(words, more)
+        words, extra = np.arange(count, dtype=np.int64), array("q", range(-7, 0))
+        sent = ring.upload(words, extra)
         assert sent[: count + 7].tolist() == [*range(count), *range(-7, 0)]
         assert len(sent) < max(2 * (count + 7), MIN_BUFFER_WORDS + 1)
 
 
 def test_a_pinned_buffer_is_reused_only_after_its_copy() -> None:
-    class Late:
-        """An event that has not happened."""
+    class PendingEvent:
+        """An event that can be set to have happened."""
 
         happened = False
 
@@ -39,22 +39,22 @@ def test_a_pinned_buffer_is_reused_only_after_its_copy() -> None:
             return self.happened
 
         def record(self) -> None:
-            """It will."""
+            """Do nothing."""
 
-    post, nothing = StagingRing(torch.device("cpu")), array("q")
-    post.upload(np.zeros(1, np.int64), nothing)
-    first = post._rings_by_size[MIN_BUFFER_WORDS]._chunk
-    first.copied_event = late = Late()
+    ring, nothing = StagingRing(torch.device("cpu")), array("q")
+    ring.upload(np.zeros(1, np.int64), nothing)
+    first = ring._rings_by_size[MIN_BUFFER_WORDS]._chunk
+    first.copied_event = event = PendingEvent()
     for _ in range(BUFFERS_PER_CHUNK - 1):
-        post.upload(np.zeros(1, np.int64), nothing)
+        ring.upload(np.zeros(1, np.int64), nothing)
     for _, values, _ in first.buffers:
         values[0] = 77
     for _ in range(2 * BUFFERS_PER_CHUNK):
-        post.upload(np.ones(1, np.int64), nothing)
+        ring.upload(np.ones(1, np.int64), nothing)
     assert all(values[0] == 77 for _, values, _ in first.buffers)
-    late.happened = True
+    event.happened = True
     for _ in range(2 * BUFFERS_PER_CHUNK):
-        post.upload(np.full(1, 5, np.int64), nothing)
+        ring.upload(np.full(1, 5, np.int64), nothing)
     assert all(values[0] == 5 for _, values, _ in first.buffers)
 
 
@@ -64,16 +64,16 @@ def test_output_buffers_are_aligned_and_not_shared(count: int) -> None:
         allocator = OutputAllocator(count, torch.device("cpu"), None)
         found = [allocator.next() for _ in range(2 * BUFFERS_PER_BLOCK + 1)]
         mus = allocate_mus(count, torch.device("cpu"))
-        tensors = [tensor for sheet in found for tensor in sheet[:3]] + [next(mus) for _ in found]
+        tensors = [tensor for output in found for tensor in output[:3]] + [next(mus) for _ in found]
     for i, tensor in enumerate(tensors):
         assert tensor.shape == (count,)
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % 16 == 0
         tensor.fill_(i)
     assert [set(tensor.tolist()) for tensor in tensors] == [{i} for i in range(len(tensors))]
-    for i, sheet in enumerate(found):
-        assert sheet.addresses == tuple(tensor.data_ptr() for tensor in sheet[:3])
-        assert set(sheet.host_tokens.tolist()) == {3 * i + 2}
+    for i, output in enumerate(found):
+        assert output.addresses == tuple(tensor.data_ptr() for tensor in output[:3])
+        assert set(output.host_tokens.tolist()) == {3 * i + 2}
 
 
 def test_host_tokens_wait_for_the_event() -> None:
