@@ -159,7 +159,8 @@ class PeriodicRunner(FakeRunner):
 def engine_in_decode(rows: int, steps: int) -> EngineCore:
     """An engine with so many jobs in the middle of decoding."""
     pages = rows * -(-(PROMPT + steps + 4) // 256)
-    engine = EngineCore(FakeRunner(rows), PageTable(pages), FakeTokenizer(), VOCABULARY, max_batch_size=rows)
+    tokenizer: Any = FakeTokenizer()
+    engine = EngineCore(FakeRunner(rows), PageTable(pages), tokenizer, VOCABULARY, max_batch_size=rows)
     settings = Settings.greedy()
     for number in range(rows):
         prompt = torch.arange(number, number + PROMPT)[None]
@@ -193,11 +194,12 @@ def measure(case: Case, repeats: int) -> list[tuple[float, float]]:
 def engine_after_context(context: int, steps: int, drafts: bool) -> EngineCore:
     """An engine with one job after a prompt of so many tokens, which continues its pattern."""
     runner = PeriodicRunner()
+    tokenizer: Any = FakeTokenizer()
     new = (steps + 4) * (1 + MAX_DRAFT_TOKENS)
     engine = EngineCore(
         runner,
         PageTable(-(-(context + new) // 256)),
-        FakeTokenizer(),
+        tokenizer,
         VOCABULARY,
         max_batch_size=1,
         drafter=NgramDrafter() if drafts else None,

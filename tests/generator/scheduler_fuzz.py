@@ -13,7 +13,7 @@ from random import Random
 
 from exlm.errors import CacheTooSmall, InputError
 from exlm.generator.page_table import Page, PageTable, PageTableEntry
-from exlm.generator.scheduler import PrefillBatch, PrefillChunk, Scheduler
+from exlm.generator.scheduler import PrefillChunk, Scheduler
 from exlm.generator.token_sequence import TokenSequence
 from exlm.testing import ScriptedRunner
 from tests.generator.page_table_oracle import check_invariants
@@ -180,14 +180,14 @@ class SchedulerFuzz:
             self.counts["started"] += 1
             self.counts["reused"] += sum(sequence.num_computed_tokens > 0 for sequence in job.sequences)
 
-    def prefill(self, batch: PrefillBatch[Job]) -> None:
+    def prefill(self, batch: list[PrefillChunk[Job]]) -> None:
         """Carry out a plan, in any order, with a failure or a cancellation now and then."""
         self.check_independent(batch)
-        copies = batch.copies
+        copies = [chunk.copy for chunk in batch if chunk.copy is not None]
         self.rng.shuffle(copies)
         self.runner.copy_pages(copies)
         self.counts["copies"] += len(copies)
-        chunks = list(batch.chunks)
+        chunks = list(batch)
         self.rng.shuffle(chunks)
         for chunk in chunks:
             if self.rng.random() < 0.01:
@@ -212,12 +212,13 @@ class SchedulerFuzz:
             assert sequence.num_computed_tokens == self.computed[id(sequence)] + sequence.cached_tokens
             assert sequence.cached_pages * self.page_table.page_size <= sequence.cached_tokens
 
-    def check_independent(self, batch: PrefillBatch[Job]) -> None:
+    def check_independent(self, batch: list[PrefillChunk[Job]]) -> None:
         """No chunk needs or overwrites what another one of the plan writes; nothing valid is overwritten."""
         size = self.page_table.page_size
-        assert not {copy.source for copy in batch.copies} & {copy.target for copy in batch.copies}
+        copies = [chunk.copy for chunk in batch if chunk.copy is not None]
+        assert not {copy.source for copy in copies} & {copy.target for copy in copies}
         written: set[int] = set()
-        for chunk in batch.chunks:
+        for chunk in batch:
             sequence = chunk.sequence
             assert sequence.num_computed_tokens <= chunk.start <= chunk.end < len(sequence)
             assert chunk.end > sequence.num_computed_tokens
@@ -232,7 +233,7 @@ class SchedulerFuzz:
                     0, sequence.num_computed_tokens - i * size
                 )
                 written.add(sequence.pages[i])
-        assert len({id(chunk.sequence) for chunk in batch.chunks}) == len(batch.chunks)
+        assert len({id(chunk.sequence) for chunk in batch}) == len(batch)
 
     def decode(self, job: Job) -> None:
         """Feed the last id and some guesses, accept some of them, settle or take back what was accepted."""

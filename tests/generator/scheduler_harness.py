@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Ids
 
 from exlm.generator.page_table import PageTable
-from exlm.generator.scheduler import PrefillBatch, PrefillChunk, Scheduler
+from exlm.generator.scheduler import PrefillChunk, Scheduler
 from exlm.generator.token_sequence import TokenSequence
 from exlm.testing import ScriptedRunner
 from tests.generator.page_table_oracle import check_invariants
@@ -50,14 +50,14 @@ class SchedulerHarness:
                 self.scheduler.finish(one)
         check_invariants(self.page_table, (row for one in self.scheduler.active for row in one.sequences))
 
-    def run_prefill_batch(self, batch: PrefillBatch[Job]) -> None:
-        self.runner.copy_pages(batch.copies)
-        for chunk in batch.chunks:
+    def run_prefill_batch(self, batch: list[PrefillChunk[Job]]) -> None:
+        self.runner.copy_pages([chunk.copy for chunk in batch if chunk.copy is not None])
+        for chunk in batch:
             if chunk.end > chunk.start:
                 self.runner.prefill(chunk.sequence, chunk.start, chunk.end)
-        for chunk in batch.chunks:
+        for chunk in batch:
             self.page_table.mark_computed(chunk.sequence, chunk.end)
-        self.chunks += batch.chunks
+        self.chunks += batch
 
     def run_to_end(self) -> None:
         while self.scheduler.num_unfinished:

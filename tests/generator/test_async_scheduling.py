@@ -165,8 +165,8 @@ def test_nothing_runs_ahead_of_a_job_that_asks_for_more() -> None:
 def test_no_finished_job_is_referenced() -> None:
     machine = make_engine()
     run(machine, job("abc", 20, stop_conditions=["g"]))
-    assert machine._in_flight._jobs == []
-    assert machine._in_flight._logits is None
+    assert machine.in_flight._jobs == []
+    assert machine.in_flight._logits is None
 
 
 class Failing(AsyncToyRunner):

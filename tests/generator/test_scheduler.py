@@ -98,10 +98,10 @@ def test_prompts_that_differ_run_in_one_plan() -> None:
     house.add(*(job([n, 1, 2, 3]) for n in range(4)))
     house.scheduler.admit()
     plan = house.scheduler.next_prefill_batch()
-    assert plan is not None
-    assert len(plan.chunks) == 4
+    assert plan
+    assert len(plan) == 4
     house.run_prefill_batch(plan)
-    assert house.scheduler.next_prefill_batch() is None
+    assert house.scheduler.next_prefill_batch() == []
 
 
 def test_a_prompt_of_whole_pages_is_found_without_an_event() -> None:
@@ -165,11 +165,11 @@ def test_cancel_anywhere() -> None:
     assert not house.scheduler.cancel(job([1]))
     house.scheduler.admit()
     plan = house.scheduler.next_prefill_batch()
-    assert plan is not None
+    assert plan
     assert house.scheduler.cancel(running)
     assert not house.scheduler.cancel(running)
-    house.page_table.mark_computed(plan.chunks[0].sequence, plan.chunks[0].end)  # too late, and no harm done
-    assert house.scheduler.next_prefill_batch() is None
+    house.page_table.mark_computed(plan[0].sequence, plan[0].end)  # too late, and no harm done
+    assert house.scheduler.next_prefill_batch() == []
     assert house.scheduler.decode_batch() == []
     check_invariants(house.page_table, [])
     house.step()
@@ -189,8 +189,8 @@ def test_a_failed_chunk_is_recomputed_by_the_sequence_that_shares_it() -> None:
     house.add(a, b)
     house.scheduler.admit()
     plan = house.scheduler.next_prefill_batch()
-    assert plan is not None
-    (chunk,) = plan.chunks
+    assert plan
+    (chunk,) = plan
     house.runner.invalidate_rows(chunk.sequence, chunk.start, chunk.end)
     house.scheduler.cancel(a)
     while plan := house.scheduler.next_prefill_batch():

@@ -13,15 +13,30 @@ from typing import Any
 from ..constrained import FilterThreadPool
 from ..errors import ExlmError, InputError, QueueFull
 from ..sampling import Sampler, call_hooks
-from . import results
+from ..tokenizer import Tokenizer
 from .async_scheduling import InFlightDecode
-from .job import Job, TokenizerLike
+from .job import Job
 from .model_runner import ModelRunner
-from .output import Emit, OutputAction, Rewind, Stop
+from .output import Emit, Hold, OutputAction, Rewind, Stop
 from .page_table import PageTable
-from .results import Result, SampledToken, StreamingResult
+from .results import (
+    Result,
+    SampledToken,
+    StreamingResult,
+    add_draft_counts,
+    error_result,
+    logits_of_jobs,
+    prefill_result,
+    rewind_result,
+    sample_all_positions,
+    sampled_tokens,
+    started_result,
+    stop_result,
+    streaming_result,
+    token_id_tensors,
+)
 from .scheduler import Scheduler
-from .speculative import AdaptiveDraftLength, Drafter, NoDrafter
+from .speculative import AdaptiveDraftLength, Drafter
 from .token_sequence import TokenSequence
 
 NO_DRAFTS: Sequence[Sequence[int]] = ()
@@ -34,7 +49,7 @@ class EngineCore:
         self,
         runner: ModelRunner,
         page_table: PageTable,
-        tokenizer: TokenizerLike,
+        tokenizer: Tokenizer,
         vocab_size: int,
         *,
         max_batch_size: int = 16,
@@ -53,7 +68,7 @@ class EngineCore:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.scheduler: Scheduler[Job] = Scheduler(page_table, max_batch_size, chunk_size)
         self.max_length, self.max_queue = max_length, max_queue
-        self.drafter = drafter or NoDrafter()
+        self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens
         self.make_extras = make_extras
         self.default_loras: Any = None
@@ -61,11 +76,11 @@ class EngineCore:
         self.cache_key_parts: dict[str, bytes] = {}
         """What the keys and values of every job depend on besides its ids; part of its cache salt."""
         self.sampler = Sampler(tokenizer, vocab_size)
-        self._in_flight = InFlightDecode(runner)
+        self.in_flight = InFlightDecode(runner)
         self._filter_executor = FilterThreadPool()
         self._next_serial = 0
-        self._in_step = False
-        """Whether a step is running; stays True after an interrupt or an error has ended one."""
+        self._dirty = False
+        """Whether a step or a cancellation is changing the state; stays True if an interrupt or an error ends it."""
         self._jobs_by_adapters: dict[bytes, dict[int, Job]] = {}
 
     @property
@@ -91,7 +106,7 @@ class EngineCore:
             )
         self._attach_extras(job)
         job.set_cache_salt(self.cache_key_parts)
-        self._in_step = self._in_step and not self.scheduler.reset_after_interrupt()
+        self._dirty = self._dirty and not self.scheduler.reset_after_interrupt()
         try:
             self.scheduler.add(job)
             job.bind(self._next_serial, self.tokenizer, self.vocab_size)
@@ -108,43 +123,47 @@ class EngineCore:
     def cancel(self, job: Job) -> None:
         """Drop a job, pending or active; does nothing for one that is finished or unknown."""
         if job in self.scheduler:
-            was_in_step, self._in_step = self._in_step, True
+            was_dirty, self._dirty = self._dirty, True
             self._release_resources(job)
             try:
                 self.scheduler.cancel(job)
             except LookupError:  # an interrupt left it inconsistent; `reset_after_interrupt` repairs it
-                if not was_in_step:
+                if not was_dirty:
                     raise
-            self._in_step = was_in_step
+            self._dirty = was_dirty
 
     def clear(self) -> None:
         """Drop every job."""
         for job in [*self.scheduler.active, *self.scheduler.pending]:
             self.cancel(job)
 
-    def step(self, decode: bool = True) -> list[Result]:
-        """Admit jobs, prefill a chunk of each prompt, decode a batch, verify and apply its tokens.
-
-        Without `decode`, only prompts make progress.
-        """
-        self._in_step = True
-        out = self._admit()
-        out += self._prefill_chunks()
-        if decode and (batch := self.scheduler.decode_batch()):
-            logits, drafts = self._in_flight.take(batch), NO_DRAFTS
+    def step(self) -> list[Result]:
+        """Admit jobs, prefill a chunk of each prompt, decode a batch, verify and apply its tokens."""
+        self._dirty = True
+        results = self._admit()
+        results += self._prefill_chunks()
+        if batch := self.scheduler.decode_batch():
+            logits, drafts = self.in_flight.take(batch), NO_DRAFTS
             if logits is None:
                 drafts = self._propose_drafts(batch)
                 logits = self._decode(batch, drafts)
-            out += self._verify_and_apply(batch, logits, drafts)
-        self._in_step = False
-        return out
+            results += self._verify_and_apply(batch, logits, drafts)
+        self._dirty = False
+        return results
+
+    def step_prefill(self) -> list[Result]:
+        """A step without decoding: only prompts make progress."""
+        self._dirty = True
+        results = self._admit()
+        results += self._prefill_chunks()
+        self._dirty = False
+        return results
 
     def _admit(self) -> list[Result]:
         """Start the pending jobs that fit; fail those whose adapters were unloaded."""
-        out: list[Result] = [*self._fail_unloaded_loras()] if self._jobs_by_adapters else []
-        if self.scheduler.has_prefill:
-            out += map(results.started_result, self.scheduler.admit())
-        return out
+        results: list[Result] = [*self._fail_unloaded_adapters()] if self._jobs_by_adapters else []
+        results += map(started_result, self.scheduler.admit())
+        return results
 
     def _attach_extras(self, job: Job) -> None:
         """Set `extras` of a job's sequences: adapters, and embeddings for the ids beyond the vocabulary."""
@@ -156,7 +175,7 @@ class EngineCore:
                 sequence.extras = self.make_extras(sequence.ids, loras, job.embeddings)
                 job.cache_key_parts["adapters"] = sequence.extras.salt
 
-    def _fail_unloaded_loras(self) -> list[StreamingResult]:
+    def _fail_unloaded_adapters(self) -> list[StreamingResult]:
         """Fail the jobs whose adapters were unloaded, rather than run them without."""
         out = []
         for adapters, jobs in [*self._jobs_by_adapters.items()]:  # all jobs of an entry have the same adapters
@@ -165,30 +184,26 @@ class EngineCore:
             elif next(iter(jobs.values())).sequences[0].extras.unloaded_error():
                 for job in [*jobs.values()]:
                     self.cancel(job)
-                    out.append(results.error_result(job, job.sequences[0].extras.unloaded_error()))
+                    out.append(error_result(job, job.sequences[0].extras.unloaded_error()))
         return out
 
     def _prefill_chunks(self) -> list[Result]:
         """Run the step's chunks; one result for each job whose prompt advanced."""
         advanced: dict[int, Job] = {}
-        while batch := self.scheduler.next_prefill_batch():
+        runners = (self.runner,) if self.drafter is None else (self.runner, self.drafter)
+        while chunks := self.scheduler.next_prefill_batch():
             now = time.perf_counter()
-            copies = batch.copies
-            if copies:
-                self.runner.copy_pages(copies)
-                self.drafter.copy_pages(copies)
-            for chunk in batch.chunks:
+            if copies := [chunk.copy for chunk in chunks if chunk.copy is not None]:
+                for runner in runners:
+                    runner.copy_pages(copies)
+            for chunk in chunks:
                 chunk.job.metrics.prefill_started_at = chunk.job.metrics.prefill_started_at or now
                 if chunk.end > chunk.start:
-                    self.runner.prefill(chunk.sequence, chunk.start, chunk.end)
-                    self.drafter.prefill(chunk.sequence, chunk.start, chunk.end)
+                    for runner in runners:
+                        runner.prefill(chunk.sequence, chunk.start, chunk.end)
                 self.page_table.mark_computed(chunk.sequence, chunk.end)
                 advanced[id(chunk.job)] = chunk.job
-        out: list[Result] = []
-        for job in advanced.values():
-            done = sum(sequence.num_computed_tokens for sequence in job.sequences)
-            out.append(results.prefill_result(job, done, sum(len(s.ids) - 1 for s in job.sequences)))
-        return out
+        return [prefill_result(job) for job in advanced.values()]
 
     def _propose_drafts(self, jobs: Sequence[Job]) -> Sequence[Sequence[int]]:
         """The drafter's tokens for each job. A job that decodes for the first time is initialized here."""
@@ -196,7 +211,7 @@ class EngineCore:
             if job.metrics.first_decode_at is None:
                 job.init_sampling()
                 job.metrics.start_decode()
-        if not self.num_draft_tokens:
+        if self.drafter is None:
             return NO_DRAFTS
         return self.drafter.propose([job.sequences[0] for job in jobs], [job.num_draft_tokens for job in jobs])
 
@@ -222,21 +237,23 @@ class EngineCore:
         on these tokens.
         """
         all_simple = all([job.is_simple for job in jobs])
-        if not self.num_draft_tokens:
+        if self.drafter is None:
             return self._sample_and_apply(jobs, logits, 0, launch_next=all_simple)
         drafts = drafts or [()] * len(jobs)
         any_drafts = any(drafts)
-        sampled = results.sample_all_positions(self.sampler, logits, jobs, drafts) if any_drafts else None
-        launch_next = all_simple and not any_drafts and not self._may_draft_next(jobs)
-        out: list[Result] = []
+        sampled = sample_all_positions(self.sampler, logits, jobs, drafts) if any_drafts else None
+        launch_next = all_simple and not any_drafts and not self._may_draft_next(jobs, self.drafter)
+        results: list[Result] = []
         unfinished = list(zip(jobs, drafts, strict=True))
         position = 0
         while unfinished:
             if sampled is None:
                 position_results = self._sample_and_apply([job for job, _ in unfinished], logits, position, launch_next)
             else:
-                position_results = [self._append_token_fast(job, *sampled[id(job)][position]) for job, _ in unfinished]
-            out += position_results
+                position_results = [
+                    self._append_simple_token(job, *sampled[id(job)][position]) for job, _ in unfinished
+                ]
+            results += position_results
             accepted = []
             for (job, draft), result in zip(unfinished, position_results, strict=True):
                 appended = not ("error" in result or "suppressed_text" in result)
@@ -246,14 +263,14 @@ class EngineCore:
                     continue
                 job.update_acceptance(position + matches, len(draft))
                 if result["eos"]:
-                    results.add_draft_counts(job, result)
+                    add_draft_counts(job, result)
             unfinished = accepted
             position += 1
-        return out
+        return results
 
-    def _may_draft_next(self, jobs: Sequence[Job]) -> bool:
+    def _may_draft_next(self, jobs: Sequence[Job], drafter: Drafter) -> bool:
         """Whether a job may have a draft after its next token; then the next pass waits for that token."""
-        return any(job.num_draft_tokens > 0 and self.drafter.has_candidate(job.sequences[0]) for job in jobs)
+        return any(job.num_draft_tokens > 0 and drafter.has_candidate(job.sequences[0]) for job in jobs)
 
     def _sample_and_apply(
         self, jobs: Sequence[Job], logits: Any, position: int, launch_next: bool = False
@@ -264,31 +281,31 @@ class EngineCore:
         """
         try:
             requests = [job.sampling_request if job.is_simple else job.next_sampling_request() for job in jobs]
-            row_logits = results.logits_of_jobs(logits, jobs, position)
+            row_logits = logits_of_jobs(logits, jobs, position)
             pending = self.sampler.launch(row_logits, requests)
         except ExlmError as error:
             if len(jobs) == 1:
                 return [self._fail(jobs[0], error)]
             return [self._sample_and_apply([job], logits, position)[0] for job in jobs]
         if launch_next:
-            self._in_flight.launch_next(jobs, pending.tokens)
+            self.in_flight.launch_next(jobs, pending.tokens)
         output = pending.wait()
         if output.resampled:
-            self._in_flight.discard()  # it was fed tokens that have been replaced
+            self.in_flight.discard()  # it was fed tokens that have been replaced
         out: list[StreamingResult] = []
         details: list[SampledToken] = []
-        token_ids = results.token_id_tensors(output.tokens)
+        token_ids = token_id_tensors(output.tokens)
         for i, (job, token) in enumerate(zip(jobs, output.tokens, strict=True)):
             if token < 0 and (failure := output.error(token)) is not None:
                 out.append(self._fail(job, failure))
             elif job.is_simple:
-                out.append(self._append_token_fast(job, token, token_ids[i]))
+                out.append(self._append_simple_token(job, token, token_ids[i]))
             else:
-                details = details or results.sampled_tokens(output, jobs, row_logits)
+                details = details or sampled_tokens(output, jobs, row_logits)
                 out.append(self._append_token(job, details[i]))
         return out
 
-    def _append_token_fast(self, job: Job, token: int, token_ids: Any) -> StreamingResult:
+    def _append_simple_token(self, job: Job, token: int, token_ids: Any) -> StreamingResult:
         """Append a token of a simple job: no hooks, no filters, and mostly its text is emitted at once."""
         sequence = job.sequences[0]
         self.page_table.mark_computed(sequence, len(sequence.ids))
@@ -298,7 +315,9 @@ class EngineCore:
         action = job.output.push(token)
         if type(action) is Emit and not job.pending_tokens:
             job.emitted_texts.append(action.text)
-            return results.simple_result(job, action.text, token_ids)
+            result = streaming_result(job, action.text)
+            result["token_ids"] = token_ids
+            return result
         job.pending_tokens.append(SampledToken(token))
         return self._apply_action(job, action)
 
@@ -336,17 +355,18 @@ class EngineCore:
 
     def _apply_action(self, job: Job, action: OutputAction) -> StreamingResult:
         match action:
-            case Emit(text=text, num_tokens=count):
-                job.emitted_texts.append(text)
-                self._mark_final(job)
-                return results.streaming_result(job, text, job.take_pending_tokens(count))
             case Stop():
                 return self._stop(job, action)
             case Rewind():
                 self._rewind(job, action)
-                return results.rewind_result(job, action)
+                return rewind_result(job, action)
+            case Hold():
+                text, emitted = "", []
+            case Emit():
+                text, emitted = action.text, job.take_pending_tokens(action.num_tokens)
+                job.emitted_texts.append(text)
         self._mark_final(job)
-        return results.streaming_result(job)
+        return streaming_result(job, text, emitted)
 
     def _mark_final(self, job: Job) -> None:
         """Record the tokens that can no longer be rewound."""
@@ -357,7 +377,8 @@ class EngineCore:
         del job.pending_tokens[-action.num_tokens :]
         for sequence in job.sequences:
             length = len(sequence.ids) - action.num_tokens
-            self.drafter.truncate(sequence, length)
+            if self.drafter is not None:
+                self.drafter.truncate(sequence, length)
             self.page_table.rewind(sequence, length)
         job.sampler_state.truncate(len(job.sequences[0].ids))
 
@@ -366,11 +387,11 @@ class EngineCore:
         job.final_held_text = action.held_text
         emitted, held = (job.take_pending_tokens(action.num_tokens), job.take_pending_tokens(len(job.pending_tokens)))
         self._finish(job)
-        return results.stop_result(job, action, emitted, held)
+        return stop_result(job, action, emitted, held)
 
     def _fail(self, job: Job, error: Exception) -> StreamingResult:
         self._finish(job)
-        return results.error_result(job, error)
+        return error_result(job, error)
 
     def _finish(self, job: Job) -> None:
         job.metrics.finished_at = time.perf_counter()
@@ -383,8 +404,9 @@ class EngineCore:
         job.is_finished = True
         self._jobs_by_adapters.get(job.cache_key_parts.get("adapters", b""), {}).pop(id(job), None)
         if self.scheduler.num_unfinished == 1:
-            self._in_flight.discard()
-        for sequence in job.sequences:
-            self.drafter.release(sequence)
+            self.in_flight.discard()
+        if self.drafter is not None:
+            for sequence in job.sequences:
+                self.drafter.release(sequence)
         if job.filter_stack is not None:
             job.filter_stack.close()

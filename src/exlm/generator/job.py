@@ -8,48 +8,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 from ..constrained import FilterStack
 from ..errors import InputError
 from ..sampling import SamplerState, SamplingRequest, Settings
 from ..sampling.rng import check_seed
-from ..tokenizer import EMBEDDING_INDEX
+from ..tokenizer import EMBEDDING_INDEX, Tokenizer
 from .output import OutputProcessor
-from .results import JobTokenSequence, ResultQueue, SampledToken, common_fields, mask_tensor
+from .results import CommonFields, JobTokenSequence, ResultQueue, SampledToken, mask_tensor
 from .speculative import AdaptiveDraftLength
 from .token_sequence import TokenSequence, build_salt
 from .validation import GENERATE_ARGUMENTS, argument_names, reject_unknown
 
 MAX_TOKENS = 2**31
 NO_DRAFTING = AdaptiveDraftLength(0)  # drafts nothing, and so never changes
-
-
-class TokenizerLike(Protocol):
-    """The part of a tokenizer that a job needs."""
-
-    eos_token_id: int | None
-
-    def get_vocab_size(self) -> int:
-        """How many tokens there are."""
-        ...
-
-    def detokenizer(self, decode_special_tokens: bool = False, continues: bool = False) -> Any:
-        """A streaming detokenizer."""
-        ...
-
-    def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
-        """The text of every token."""
-        ...
-
-    def get_prefix_id_to_ids_dict(self) -> dict[int, list[int]]:
-        """For every token, the tokens whose text starts with its text."""
-        ...
-
-    @property
-    def extended_id_to_piece(self) -> Any:
-        """The texts of special tokens."""
-        ...
 
 
 @dataclass
@@ -123,7 +96,8 @@ class Job:
         speculative: bool = True,
         **unknown: Any,
     ) -> None:
-        reject_unknown("Job", unknown, JOB_ARGUMENTS, GENERATE_ARGUMENTS, "generate()")
+        if unknown:
+            reject_unknown("Job", unknown, JOB_ARGUMENTS, GENERATE_ARGUMENTS, "generate()")
         prompts = input_ids if isinstance(input_ids, list | tuple) else [input_ids]
         self.prompts = tuple(map(_prompt_ids, prompts))
         self.gen_settings = gen_settings if gen_settings is not None else Settings()
@@ -158,7 +132,6 @@ class Job:
         """The index of its first row in the batch."""
         self._sampling_ready = False
         self._filters_started = False  # they start after a healed token
-        self._pieces: Sequence[str] = ()
 
     def __repr__(self) -> str:
         return f"Job #{self.serial_number}" if self.serial_number >= 0 else "Job (new)"
@@ -168,7 +141,7 @@ class Job:
         for sequence in self.sequences:
             sequence.set_salt(build_salt({**shared, **self.cache_key_parts}))
 
-    def bind(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
+    def bind(self, serial: int, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Check the job against the model and keep the tokenizer; called once, when the job is enqueued.
 
         Thousands of jobs may be pending, so that `init_sampling` makes what only sampling needs.
@@ -180,7 +153,7 @@ class Job:
         for token in self.stop_tokens:
             if not 0 <= token < vocab_size:
                 raise InputError(f"Stop token {token} is outside the vocabulary of {vocab_size}.")
-        self._texts, self._pieces = tokenizer, tokenizer.get_id_to_piece_list(include_special_tokens=True)
+        self._tokenizer = tokenizer
         self._healing_candidates = (
             tokenizer.get_prefix_id_to_ids_dict()[self.prompts[0][-1]] if self.token_healing else None
         )
@@ -194,7 +167,9 @@ class Job:
         self.is_simple = not (self._wants_token_details or self._has_varying_limits)
         """Whether each token is sampled under the same conditions, and results hold only its text and id."""
         self.serial_number = serial
-        self.common_fields = common_fields(self)
+        self.common_fields: CommonFields = {"eos": False, "serial": serial}
+        if self.identifier is not None:
+            self.common_fields["identifier"] = self.identifier
         self.metrics.enqueued_at = time.perf_counter()
 
     def init_sampling(self) -> None:
@@ -202,13 +177,13 @@ class Job:
         if self._sampling_ready:
             return
         self.output = OutputProcessor(
-            self._texts.detokenizer(self.decode_special_tokens, continues=True),
+            self._tokenizer.detokenizer(self.decode_special_tokens, continues=True),
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
             stop_tokens=self.stop_tokens,
             stop_strings=self.stop_strings,
             banned_strings=self.banned_strings,
-            special_texts=self._texts.extended_id_to_piece,
+            special_texts=self._tokenizer.extended_id_to_piece,
             healed_token=self.prompts[0][-1] if self.token_healing else None,
         )
         self.sampler_state = SamplerState(self.gen_settings, self.seed, self.sequences[0].ids)
@@ -279,7 +254,8 @@ class Job:
 
     def piece(self, token: int) -> str:
         """A token's text, special ones included."""
-        return self._pieces[token] if token < len(self._pieces) else ""
+        pieces = self._tokenizer.get_id_to_piece_list(include_special_tokens=True)
+        return pieces[token] if token < len(pieces) else ""
 
     def take_pending_tokens(self, count: int) -> list[SampledToken]:
         """Remove and return the oldest pending tokens."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -79,9 +79,8 @@ class StreamingResult(TypedDict):
 
 
 class CommonFields(TypedDict):
-    """The fields that are equal in all streaming results of a job; created once."""
+    """The fields of every result of a job besides `job` and `stage`; `eos` is True only in the last one."""
 
-    stage: Literal["streaming"]
     eos: bool
     serial: int
     identifier: NotRequired[object]
@@ -90,8 +89,6 @@ class CommonFields(TypedDict):
 Result = StartedResult | PrefillResult | StreamingResult
 ResultQueue: TypeAlias = "deque[Result]"
 """Results of jobs that one call reads, oldest first."""
-
-R = TypeVar("R", StartedResult, PrefillResult, CommonFields)
 
 
 class SampledToken(NamedTuple):
@@ -146,44 +143,27 @@ class JobTokenSequence(TokenSequence):
 
 def started_result(job: Job) -> StartedResult:
     """The first result of a job."""
-    result: StartedResult = {"job": job, "stage": "started", "eos": False, "serial": job.serial_number}
-    return _add_identifier(job, result)
+    return {"job": job, "stage": "started", **job.common_fields}
 
 
-def prefill_result(job: Job, done: int, total: int) -> PrefillResult:
-    """How many tokens of the prompt are computed."""
-    result: PrefillResult = {
+def prefill_result(job: Job) -> PrefillResult:
+    """How many tokens of the prompt are computed; for a pair, of both prompts."""
+    return {
         "job": job,
         "stage": "prefill",
-        "eos": False,
-        "serial": job.serial_number,
-        "curr_progress": done,
-        "max_progress": total,
+        **job.common_fields,
+        "curr_progress": sum(sequence.num_computed_tokens for sequence in job.sequences),
+        "max_progress": sum(len(sequence) - 1 for sequence in job.sequences),
     }
-    return _add_identifier(job, result)
-
-
-def common_fields(job: Job) -> CommonFields:
-    """The fields of every streaming result of a job besides the job."""
-    fields: CommonFields = {"stage": "streaming", "eos": False, "serial": job.serial_number}
-    return _add_identifier(job, fields)
-
-
-def simple_result(job: Job, text: str, token_ids: Tensor) -> StreamingResult:
-    """A sampled token that is emitted immediately; `token_ids` is its id, (1, 1)."""
-    result: StreamingResult = {"job": job, **job.common_fields}  # type: ignore[typeddict-item]
-    if text:
-        result["text"] = text
-    result["token_ids"] = token_ids
-    return result
 
 
 def streaming_result(job: Job, text: str = "", emitted: Sequence[SampledToken] = ()) -> StreamingResult:
     """A sampled token, with the text and tokens that it releases."""
-    result: StreamingResult = {"job": job, **job.common_fields}  # type: ignore[typeddict-item]
+    result: StreamingResult = {"job": job, "stage": "streaming", **job.common_fields}  # type: ignore[typeddict-item]
     if text:
         result["text"] = text
-    result.update(token_tensors(emitted))  # type: ignore[typeddict-item]
+    if emitted:
+        result.update(token_tensors(emitted))  # type: ignore[typeddict-item]
     return result
 
 
@@ -324,10 +304,4 @@ def _add_final_fields(job: Job, result: StreamingResult) -> StreamingResult:
     result["time_generate"] = job.metrics.generate_seconds
     result["cached_pages"] = job.cached_pages
     result["cached_tokens"] = job.cached_tokens
-    return result
-
-
-def _add_identifier(job: Job, result: R) -> R:
-    if job.identifier is not None:
-        result["identifier"] = job.identifier
     return result

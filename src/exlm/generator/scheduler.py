@@ -1,9 +1,9 @@
 """The scheduler: admission, chunked prefill and the decode batch. It decides; the engine acts in each step:
 
     started = scheduler.admit()                        # pending jobs that fit have their pages now
-    while batch := scheduler.next_prefill_batch():     # usually one; None when no prompt has a chunk left
-        runner.copy_pages(batch.copies)                # all copies first, in any order
-        for chunk in batch.chunks:                     # then the chunks, in any order
+    while chunks := scheduler.next_prefill_batch():    # usually once; [] when no prompt has a chunk left
+        runner.copy_pages(copies of the chunks)        # all copies first, in any order
+        for chunk in chunks:                           # then the chunks, in any order
             runner.prefill(chunk.sequence, chunk.start, chunk.end)
             page_table.mark_computed(chunk.sequence, chunk.end)  # if it failed, cancel the job instead
     jobs = scheduler.decode_batch()                    # one decode pass for these
@@ -57,18 +57,6 @@ class PrefillChunk(Generic[J]):
     start: int
     end: int
     copy: PageCopy | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillBatch(Generic[J]):
-    """Chunks that do not depend on each other."""
-
-    chunks: list[PrefillChunk[J]]
-
-    @property
-    def copies(self) -> list[PageCopy]:
-        """The copies to make before any chunk. No page is both a source and a target."""
-        return [chunk.copy for chunk in self.chunks if chunk.copy is not None]
 
 
 class _PrefillBatchBuilder(Generic[J]):
@@ -179,6 +167,8 @@ class Scheduler(Generic[J]):
 
         A job that does not fit may be overtaken by younger ones, `max_skips` times.
         """
+        if not self.has_prefill:
+            return []
         started = self._allocate_pending()
         for job in started:
             del self._pending[id(job)]
@@ -191,17 +181,20 @@ class Scheduler(Generic[J]):
         ]
         return started
 
-    def next_prefill_batch(self) -> PrefillBatch[J] | None:
-        """The next chunks of this step, None when there are no more. Commit each batch before the next."""
+    def next_prefill_batch(self) -> list[PrefillChunk[J]]:
+        """Chunks of this step that do not depend on each other, [] when there are no more.
+
+        Make all their copies first: no page is both a source and a target. Commit each batch before the next.
+        """
         if not self._prefilling:
-            return None
+            return []
         builder: _PrefillBatchBuilder[J] = _PrefillBatchBuilder()
         deferred = []
         for job, sequence in self._prefill_queue:
             if id(job) in self._active and not self._add_chunk(builder, job, sequence):
                 deferred.append((job, sequence))
         self._prefill_queue = deferred
-        return PrefillBatch(builder.chunks) if builder.chunks else None
+        return builder.chunks
 
     def decode_batch(self) -> list[J]:
         """Active jobs whose prompts are done, in the order they started."""

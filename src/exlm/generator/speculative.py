@@ -85,30 +85,6 @@ class Drafter(Protocol):
         ...
 
 
-class NoDrafter:
-    """Proposes nothing."""
-
-    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
-        """Nothing to do."""
-
-    def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
-        """Nothing to do."""
-
-    def has_candidate(self, sequence: TokenSequence) -> bool:
-        """Never."""
-        return False
-
-    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
-        """An empty draft for each sequence."""
-        return [[] for _ in sequences]
-
-    def truncate(self, sequence: TokenSequence, length: int) -> None:
-        """Nothing to do."""
-
-    def release(self, sequence: TokenSequence) -> None:
-        """Nothing to do."""
-
-
 TOKEN_BITS = 32
 """Bits for each token in the key of an n-gram; ids are smaller than that."""
 
@@ -176,7 +152,7 @@ class NgramIndex:
         self.length = min(self.length, length)
 
 
-class NgramDrafter(NoDrafter):
+class NgramDrafter:
     """Proposes what followed an earlier occurrence of the sequence's last n-gram.
 
     A sequence is indexed when its first draft is requested.
@@ -185,6 +161,12 @@ class NgramDrafter(NoDrafter):
     def __init__(self, max_ngram: int = 4) -> None:
         self.max_ngram = max(2, max_ngram)
         self._indexes: dict[int, NgramIndex] = {}
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """Do nothing: it has no cache."""
+
+    def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
+        """Do nothing: `propose` indexes the prompt."""
 
     def has_candidate(self, sequence: TokenSequence) -> bool:
         """Whether the last ids occurred before."""

@@ -21,7 +21,6 @@ from ..constrained.token_sets import bitmask_contains
 from ..errors import InputError
 from ..generator import Job
 from ..generator.engine import EngineCore
-from ..generator.job import TokenizerLike
 from ..generator.model_runner import ModelRunner
 from ..generator.page_table import PageTable
 from ..kvcache import CacheBase
@@ -36,7 +35,7 @@ TOKENS_PER_ROW = 8  # the batch has one row for this many tokens of `max_input_l
 class LegacyJob(Job):
     """A job whose filters also apply to the text that a healed token adds to the prompt."""
 
-    def bind(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
+    def bind(self, serial: int, tokenizer: Tokenizer, vocab_size: int) -> None:
         """As for any job; also creates the sampling state, which the generators then change."""
         super().bind(serial, tokenizer, vocab_size)
         self.init_sampling()

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..generator import Job
 from ..generator.generator import CACHE_OVERWRITTEN, DRAFT_SHARES_CACHE
-from ..generator.job import TokenizerLike, split_stop_conditions
+from ..generator.job import split_stop_conditions
 from ..generator.validation import argument_names, drop_unknown
 from ..kvcache import Cache, CacheBase
 from ..model import Model
@@ -34,7 +34,7 @@ class StreamJob(LegacyJob):
 
     banned_next: frozenset[int] = frozenset()
 
-    def bind(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
+    def bind(self, serial: int, tokenizer: Tokenizer, vocab_size: int) -> None:
         """As for any job; not simple, because each call may ban tokens."""
         super().bind(serial, tokenizer, vocab_size)
         self.is_simple = False
@@ -313,7 +313,7 @@ class StreamingGenerator(BaseGenerator):
         self._sequence_rows = [sequence.ids for sequence in job.sequences]
         first = job.sequences[0]
         while not self._aborted:
-            for result in self._engine.step(decode=False):
+            for result in self._engine.step_prefill():
                 _raise_error(result)
             self.cache.current_seq_len = first.num_computed_tokens
             if all(sequence.prefill_done for sequence in job.sequences):
