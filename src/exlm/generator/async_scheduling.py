@@ -44,9 +44,9 @@ class InFlightDecode:
 
         Nothing is launched if these tokens reach every job's limit.
         """
-        if not any(job.output.new_tokens + 1 < job.max_new_tokens for job in jobs):
-            return
         sequences = [job.sequences[0] for job in jobs]
+        if all([len(sequence.ids) + 1 >= sequence.max_length for sequence in sequences]):
+            return
         self._past = [len(sequence.ids) for sequence in sequences]
         self._logits = self._runner.decode_next(sequences, self._past, tokens)
         if jobs != self._jobs:  # otherwise the rows are already assigned

@@ -206,10 +206,9 @@ class EngineCore:
         return [prefill_result(job) for job in advanced.values()]
 
     def _propose_drafts(self, jobs: Sequence[Job]) -> Sequence[Sequence[int]]:
-        """The drafter's tokens for each job. A job that decodes for the first time is initialized here."""
+        """The drafter's tokens for each job."""
         for job in jobs:
             if job.metrics.first_decode_at is None:
-                job.init_sampling()
                 job.metrics.start_decode()
         if self.drafter is None:
             return NO_DRAFTS

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -125,12 +126,14 @@ class Job:
         self.metrics, self.is_finished, self.cancelled = RequestMetrics(), False, False
         self.result_queue: ResultQueue | None = None
         """Where the generator puts the results; unless set before enqueue, the queue that `iterate` reads."""
-        self.final_held_text: str | None = ""  # None while `output` holds it
+        self.emitted_texts: list[str] = []
+        self.pending_tokens: list[SampledToken] = []
+        """Sampled, not yet emitted."""
+        self.final_held_text: str | None = None  # None until a stop: `output` holds it
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
         self.draft_length = NO_DRAFTING  # set by an engine that drafts
         self.batch_row = 0
         """The index of its first row in the batch."""
-        self._sampling_ready = False
         self._filters_started = False  # they start after a healed token
 
     def __repr__(self) -> str:
@@ -142,10 +145,7 @@ class Job:
             sequence.set_salt(build_salt({**shared, **self.cache_key_parts}))
 
     def bind(self, serial: int, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Check the job against the model and keep the tokenizer; called once, when the job is enqueued.
-
-        Thousands of jobs may be pending, so that `init_sampling` makes what only sampling needs.
-        """
+        """Check the job against the model and keep the tokenizer; called once, when the job is enqueued."""
         for prompt, sequence in zip(self.prompts, self.sequences, strict=True):
             for token in (min(prompt), max(prompt)):
                 if not 0 <= token < vocab_size and sequence.extras is None:
@@ -163,7 +163,7 @@ class Job:
         self.hooks = tuple(self.gen_settings.post_sampling_hooks or ())
         check_seed(self.seed)
         if self.gen_settings.mirostat_mu:
-            self.init_sampling()  # a mirostat_mu that does not fit is an error now
+            _ = self.sampler_state  # a mirostat_mu that does not fit is an error now
         self.is_simple = not (self._wants_token_details or self._has_varying_limits)
         """Whether each token is sampled under the same conditions, and results hold only its text and id."""
         self.serial_number = serial
@@ -172,11 +172,10 @@ class Job:
             self.common_fields["identifier"] = self.identifier
         self.metrics.enqueued_at = time.perf_counter()
 
-    def init_sampling(self) -> None:
-        """Create what sampling and output processing need; later calls do nothing."""
-        if self._sampling_ready:
-            return
-        self.output = OutputProcessor(
+    @cached_property
+    def output(self) -> OutputProcessor:
+        """Turns tokens into text; created for the first token, because thousands of jobs may be pending."""
+        return OutputProcessor(
             self._tokenizer.detokenizer(self.decode_special_tokens, continues=True),
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
@@ -186,18 +185,22 @@ class Job:
             special_texts=self._tokenizer.extended_id_to_piece,
             healed_token=self.prompts[0][-1] if self.token_healing else None,
         )
-        self.sampler_state = SamplerState(self.gen_settings, self.seed, self.sequences[0].ids)
-        self.sampling_request = SamplingRequest(
+
+    @cached_property
+    def sampler_state(self) -> SamplerState:
+        """What sampling keeps between tokens; created for the first one."""
+        return SamplerState(self.gen_settings, self.seed, self.sequences[0].ids)
+
+    @cached_property
+    def sampling_request(self) -> SamplingRequest:
+        """The sampling request of a simple job; of others, see `next_sampling_request`."""
+        return SamplingRequest(
             self.gen_settings,
             self.sampler_state,
             return_probs=self.return_probs or bool(self.hooks),
             num_top_tokens=self.return_top_tokens,
             uses_cfg=len(self.sequences) == 2,
         )
-        self.emitted_texts: list[str] = []
-        self.pending_tokens: list[SampledToken] = []
-        """Sampled, not yet emitted."""
-        self._sampling_ready, self.final_held_text = True, None
 
     @property
     def prompt_tokens(self) -> int:
@@ -207,20 +210,20 @@ class Job:
     @property
     def new_tokens(self) -> int:
         """Tokens sampled and kept; counts a stop token, but not a healed one."""
-        return self.output.new_tokens if self._sampling_ready else 0
+        return self.output.new_tokens if "output" in vars(self) else 0
 
     @property
     def full_completion(self) -> str:
         """All text emitted so far."""
-        if not self._sampling_ready:
-            return ""
         self.emitted_texts = ["".join(self.emitted_texts)]
         return self.emitted_texts[0]
 
     @property
     def held_text(self) -> str:
         """Text that is not emitted yet; after the end, text that never was."""
-        return self.output.held_text if self.final_held_text is None else self.final_held_text
+        if self.final_held_text is not None:
+            return self.final_held_text
+        return self.output.held_text if "output" in vars(self) else ""
 
     @property
     def cached_pages(self) -> int:

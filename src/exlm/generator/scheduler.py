@@ -167,7 +167,7 @@ class Scheduler(Generic[J]):
 
         A job that does not fit may be overtaken by younger ones, `max_skips` times.
         """
-        if not self.has_prefill:
+        if not (self._pending or self._prefilling):
             return []
         started = self._allocate_pending()
         for job in started:

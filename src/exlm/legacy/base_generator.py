@@ -35,11 +35,6 @@ TOKENS_PER_ROW = 8  # the batch has one row for this many tokens of `max_input_l
 class LegacyJob(Job):
     """A job whose filters also apply to the text that a healed token adds to the prompt."""
 
-    def bind(self, serial: int, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """As for any job; also creates the sampling state, which the generators then change."""
-        super().bind(serial, tokenizer, vocab_size)
-        self.init_sampling()
-
     def next_sampling_request(self) -> SamplingRequest:
         """The request for the next token; filters restrict a healed token."""
         request = super().next_sampling_request()
