@@ -22,9 +22,9 @@ from .config import Config
 from .constrained import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
 from .errors import InputError, NotLoaded
 from .generator import Generator, Job, StreamingResult
-from .generator.generator import JobGroup
+from .generator.generator import JobGroup, encode_prompt
 from .generator.job import filter_tuple, materialize
-from .generator.validation import one_per_prompt, prompt_texts
+from .generator.validation import one_per_prompt
 from .hub import find_model
 from .kvcache import CACHES, PAGE_SIZE, CacheBase
 from .model import Model
@@ -87,7 +87,6 @@ class Stream(Iterator[str]):
         """`group` is one job, which is enqueued for the first piece."""
         self.completion: Completion | None = None
         self._group = group
-        self._token_ids: list[int] = []
         self._last: StreamingResult | None = None
         self._lock = threading.RLock()
         self._advancing = False  # the thread that holds the lock is generating a piece
@@ -127,11 +126,10 @@ class Stream(Iterator[str]):
                 result = self._group.next_result()
                 if result is not None and result["stage"] == "streaming":
                     self._last = result
-                    self._token_ids += _token_ids(result)
                     if text := result.get("text"):
                         return text
             if self._last is not None:
-                self.completion = _completion(self._last, self._token_ids)
+                self.completion = _completion(self._last)
             return None
         except BaseException:
             self._closed = True
@@ -294,22 +292,16 @@ class LLM:
             name: [per_prompt[name]] if single else one_per_prompt(per_prompt[name], len(texts), name)
             for name in per_prompt
         }
-        embeddings = [_wrapped_embeddings(self.model, *pair) for pair in zip(texts, lists["embeddings"], strict=True)]
         compiled, stop = self._make_filters(json_schema, regex, grammar), materialize(stop)
         common = {name: materialize(value) for name, value in job_arguments.items()}
-        jobs = [
-            self._make_job(
-                self._encode(text, add_bos, encode_special_tokens, embeddings[i]),
-                max_new_tokens,
-                settings_list[i],
-                stop,
-                seed + i if isinstance(seed, Integral) else seed,
-                _combined_filters(lists["filters"][i], compiled),
-                {**common, "embeddings": embeddings[i]},
-            )
-            for i, text in enumerate(texts)
-        ]
-        completions = self._run_to_end(jobs)
+        jobs = []
+        for i, text in enumerate(texts):
+            ids, embeddings = self._encode(text, add_bos, encode_special_tokens, lists["embeddings"][i])
+            filters = _combined_filters(lists["filters"][i], compiled)
+            own_seed = seed + i if isinstance(seed, Integral) else seed
+            options = {**common, "embeddings": embeddings}
+            jobs.append(self._make_job(ids, max_new_tokens, settings_list[i], stop, own_seed, filters, options))
+        completions = self._run(jobs)
         return completions[0] if single else completions
 
     def chat(
@@ -337,7 +329,7 @@ class LLM:
         job = self._make_job(
             ids, max_new_tokens, settings, [*template_stops, *_stop_list(stop)], seed, filters, job_arguments
         )
-        return self._run_to_end([job])[0]
+        return self._run([job])[0]
 
     def stream(
         self,
@@ -361,40 +353,26 @@ class LLM:
         """
         filters = _combined_filters(job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar))
         if isinstance(prompt, str | tuple):
-            embeddings = _wrapped_embeddings(self.model, prompt, job_arguments.get("embeddings"))
-            job_arguments["embeddings"] = embeddings
-            ids = self._encode(prompt, add_bos, encode_special_tokens, embeddings)
+            ids, job_arguments["embeddings"] = self._encode(
+                prompt, add_bos, encode_special_tokens, job_arguments.get("embeddings")
+            )
         else:
             ids, template_stops = self._encode_chat(prompt, template, job_arguments)
             stop = [*template_stops, *_stop_list(stop)]
         job = self._make_job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
         return Stream(JobGroup(self.generator, [job], caller="LLM"))
 
-    def _run_to_end(self, jobs: Sequence[Job]) -> list[Completion]:
+    def _run(self, jobs: Sequence[Job]) -> list[Completion]:
         """Run jobs in one batch; returns when all are finished."""
-        group = JobGroup(self.generator, jobs, caller="LLM")
-        token_ids: dict[Job, list[int]] = {job: [] for job in jobs}
-        last: dict[Job, StreamingResult] = {}
-        try:
-            group.enqueue()
-            while group.unfinished:
-                result = group.next_result()
-                if result is not None and result["stage"] == "streaming":
-                    last[result["job"]] = result
-                    token_ids[result["job"]] += _token_ids(result)
-        finally:
-            group.cancel()
-        return [_completion(last[job], token_ids[job]) for job in jobs]
+        last = JobGroup(self.generator, jobs, caller="LLM").run()
+        return [_completion(result) for result in last or ()]
 
     def _encode(
-        self, prompt: Prompt, add_bos: bool | None, special: bool, embeddings: Sequence[Any] | None
-    ) -> list[Tensor]:
-        """The ids of a prompt, or of both prompts of a pair."""
+        self, prompt: Prompt, add_bos: bool | None, encode_special_tokens: bool, embeddings: Any
+    ) -> tuple[list[Tensor], list[Any] | None]:
+        """`encode_prompt`, by default with BOS if the tokenizer's files ask for it."""
         add_bos = self.tokenizer.wants_bos if add_bos is None else add_bos
-        return [
-            self.tokenizer.encode(text, add_bos=add_bos, encode_special_tokens=special, embeddings=embeddings)
-            for text in prompt_texts(prompt)
-        ]
+        return encode_prompt(self.model, self.tokenizer, prompt, add_bos, encode_special_tokens, embeddings)
 
     def _encode_chat(
         self, messages: str | Messages, template: Mapping[str, Any], job_arguments: dict[str, Any]
@@ -523,18 +501,14 @@ def _normalized_messages(messages: Any) -> Any:
     ]
 
 
-def _token_ids(result: StreamingResult) -> list[int]:
-    token_ids: list[int] = result["token_ids"][0].tolist() if "token_ids" in result else []
-    return token_ids
-
-
-def _completion(last: StreamingResult, tokens: Iterable[int]) -> Completion:
+def _completion(last: StreamingResult) -> Completion:
     """A completion from a job's last result."""
-    reason = last["eos_reason"]
+    job, reason = last["job"], last["eos_reason"]
     assert reason != "error"  # `JobGroup.next_result` raised the error
+    ids = job.sequences[0].ids[job.prompt_tokens - job.token_healing :]
     return Completion(
         text=last["full_completion"],
-        token_ids=tuple(tokens),
+        token_ids=tuple(ids[:-1] if reason == "stop_token" else ids),
         finish_reason=reason,
         prompt_tokens=last["prompt_tokens"],
         cached_tokens=last["cached_tokens"],

@@ -303,7 +303,6 @@ class Generator:
         single = isinstance(prompt, str | tuple)
         prompts = prompt_list(prompt)
         options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
             "stop_conditions": materialize(stop_conditions),
             "decode_special_tokens": decode_special_tokens,
@@ -312,19 +311,26 @@ class Generator:
             "banned_strings": materialize(banned_strings),
         } | job_arguments
         count = len(prompts)
-        per_prompt: dict[str, list[Any]] = {
-            "gen_settings": one_per_prompt(gen_settings, count, "gen_settings"),
-            "filters": [filters] if single else one_per_prompt(filters, count, "filters"),
-            "embeddings": self._wrap_embeddings(prompts, embeddings, single),
-            "seed": [seed + i if isinstance(seed, Integral) else seed for i in range(count)],
-        }
+        settings_list = one_per_prompt(gen_settings, count, "gen_settings")
+        filter_lists = [filters] if single else one_per_prompt(filters, count, "filters")
+        embedding_lists = [embeddings] if single else one_per_prompt(embeddings, count, "embeddings")
         jobs = []
-        for single_prompt, *own_values in zip(prompts, *per_prompt.values(), strict=True):
-            job_options = options | dict(zip(per_prompt, own_values, strict=True))
-            ids = self._encode(single_prompt, add_bos, encode_special_tokens, job_options["embeddings"])
-            job_options["max_new_tokens"] = self.cap_new_tokens(ids, job_options["max_new_tokens"])
-            jobs.append(Job(ids, **job_options))
-        last = self._run_to_end(jobs, abort_event)
+        for i, single_prompt in enumerate(prompts):
+            ids, wrapped = encode_prompt(
+                self.model, self.tokenizer, single_prompt, add_bos, encode_special_tokens, embedding_lists[i]
+            )
+            jobs.append(
+                Job(
+                    ids,
+                    self.cap_new_tokens(ids, max_new_tokens),
+                    gen_settings=settings_list[i],
+                    filters=filter_lists[i],
+                    embeddings=wrapped,
+                    seed=seed + i if isinstance(seed, Integral) else seed,
+                    **options,
+                )
+            )
+        last = JobGroup(self, jobs).run(abort_event)
         if last is None:
             return None
         texts = [
@@ -333,38 +339,6 @@ class Generator:
         ]
         completions: Any = texts[0] if single else texts
         return (completions, last[0] if single else last) if return_last_results else completions
-
-    def _encode(self, prompt: Any, add_bos: bool, special: bool, embeddings: list[Any]) -> list[Any]:
-        """The ids of a prompt, or of both prompts of a pair."""
-        options = {"embeddings": embeddings} if embeddings else {}
-        return [
-            self.tokenizer.encode(text, add_bos=add_bos, encode_special_tokens=special, **options)
-            for text in prompt_texts(prompt)
-        ]
-
-    def _wrap_embeddings(self, prompts: list[Any], given: Any, single: bool) -> list[Any]:
-        """Each prompt's embeddings; tensors become `MMEmbedding` objects."""
-        per_prompt = [given] if single else one_per_prompt(given, len(prompts), "embeddings")
-        return [
-            [] if embeddings is None else self.model.wrap_embeddings(prompt_texts(prompt)[0], embeddings)
-            for prompt, embeddings in zip(prompts, per_prompt, strict=True)
-        ]
-
-    def _run_to_end(self, jobs: list[Job], abort: threading.Event | None) -> list[StreamingResult] | None:
-        """The last result of each job; None if aborted. If one of them fails the others are dropped."""
-        group = JobGroup(self, jobs)
-        last: dict[Job, StreamingResult] = {}
-        try:
-            group.enqueue()
-            while group.unfinished:
-                result = group.next_result()
-                if result is not None and result["stage"] == "streaming":
-                    last[result["job"]] = result
-                if abort is not None and abort.is_set():
-                    return None
-        finally:
-            group.cancel()
-        return [last[job] for job in jobs]
 
     def _enqueue(self, job: Job) -> int:
         """Queue a job; clear the prefix cache first if another caller has written to the cache."""
@@ -449,6 +423,21 @@ class JobGroup:
         for job in self._jobs:
             self._generator.enqueue(job)
 
+    def run(self, abort: threading.Event | None = None) -> list[StreamingResult] | None:
+        """The last result of each job; None if aborted. If one of them fails the others are dropped."""
+        last: dict[Job, StreamingResult] = {}
+        try:
+            self.enqueue()
+            while self.unfinished:
+                result = self.next_result()
+                if result is not None and result["stage"] == "streaming":
+                    last[result["job"]] = result
+                if abort is not None and abort.is_set():
+                    return None
+        finally:
+            self.cancel()
+        return [last[job] for job in self._jobs]
+
     def next_result(self) -> Result | None:
         """The next result, after a step if necessary; None if it gave none. Raises a failed job's error."""
         if not self._results:
@@ -474,3 +463,14 @@ class JobGroup:
     def abandon(self) -> None:
         """Drop the jobs at the generator's next call; for finalisers."""
         self._generator.cancel_later(self._jobs)
+
+
+def encode_prompt(
+    model: Any, tokenizer: Any, prompt: Any, add_bos: bool, encode_special_tokens: bool, embeddings: Any
+) -> tuple[list[Any], list[Any] | None]:
+    """The ids of a prompt, or of both prompts of a pair, and its embeddings; tensors become `MMEmbedding`s."""
+    texts = prompt_texts(prompt)
+    options: dict[str, Any] = {"add_bos": add_bos, "encode_special_tokens": encode_special_tokens}
+    if embeddings is not None:
+        embeddings = options["embeddings"] = list(model.wrap_embeddings(texts[0], embeddings))
+    return [tokenizer.encode(text, **options) for text in texts], embeddings
