@@ -63,7 +63,7 @@ def test_agrees_with_transformers(source: str) -> None:
 
 def test_round_trips(source: str) -> None:
     ours = Codec(backend(source), TokenizerFiles(Path("folder")))
-    known = ours.backend.token_bytes()
+    known = ours.backend.token_bytes
     assert known is not None
     for text in random_texts(COUNT, seed=11):
         # where a lower block is a space, it comes back as one, and the file takes a first space for its own
@@ -245,7 +245,7 @@ def test_decoders_of_other_kinds_decode_as_their_library_does() -> None:
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.decoder = tokenizers.decoders.WordPiece()
     ours = backend(library.to_str())
-    assert ours.token_bytes() is None
+    assert ours.token_bytes is None
     assert ours.decode(ours.encode("playing now")) == "playing now"
     assert ours.vocab[1:] == [" play", "ing", " now"]
 

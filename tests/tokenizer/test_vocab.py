@@ -78,7 +78,7 @@ def test_prefixes_by_text(kind: str) -> None:
 def test_the_healing_table_lets_every_token_be_replaced_by_those_that_start_like_it(kind: str) -> None:
     ours = codec(kind)
     table = ours.vocab.prefix_id_to_ids()
-    known = ours.backend.token_bytes()
+    known = ours.backend.token_bytes
     assert known is not None
     assert list(table) == list(range(610 if kind == "json" else 32_010))
     raw = [b"" if n in ours.special_texts else key for n, key in enumerate(known.table)]
@@ -218,7 +218,7 @@ def test_every_piece_is_what_the_definition_says(source: object) -> None:
     alone = len(letter) == 1 and len(library.decode(letter, skip_special_tokens=False)) == 2
     before = [] if alone else library.encode(" ", add_special_tokens=False).ids[:1]
     backend = HFBackend(text, TokenizerFiles(Path()))
-    assert backend.token_bytes() is not None
+    assert backend.token_bytes is not None
     assert backend.vocab == [by_definition(library, n, before) for n in range(backend.vocab_size())]
 
 

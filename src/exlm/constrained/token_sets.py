@@ -155,7 +155,7 @@ def token_trie_of(codec: Codec) -> TokenTrie:
 def visible_token_bytes(codec: Codec) -> list[bytes]:
     """By id, the bytes that a token adds in the middle of a text."""
     pieces = codec.vocab.pieces()
-    known = codec.backend.token_bytes()
+    known = codec.backend.token_bytes
     if known is None:
         table = [b"" if REPLACEMENT in piece else piece.encode() for piece in pieces]
     else:

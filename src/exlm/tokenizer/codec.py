@@ -19,7 +19,7 @@ from .detokenizer import ByteTokenDecoder, Detokenizer, LibraryTokenDecoder, Tok
 from .hf import HFBackend
 from .sentencepiece import SentencePieceBackend
 from .tokenizer_files import AddedToken, AddedTokenMatcher, TokenizerFiles, read_tokenizer_files
-from .vocab import TokenizerBackend, Vocab, decode_context_ids
+from .vocab import TokenizerBackend, Vocab
 
 TokenizerKind = Literal["auto", "json", "spm"]
 
@@ -237,21 +237,12 @@ class Codec:
         return self._decoders[show_special].detokenizer(continues)
 
     @cached_property
-    def decode_overrides(self) -> dict[str, int]:
-        """Added tokens, not special, that the library decodes differently from how they are written."""
-        return {
-            text: token_id
-            for text, token_id in self.backend.nonspecial_added_tokens.items()
-            if token_id in self.backend.decode_overrides
-        }
-
-    @cached_property
     def vocab(self) -> Vocab:
         """The lookup tables."""
         backend = self.backend
         return Vocab(
             pieces=lambda: backend.vocab,
-            token_bytes=lambda: None if (known := backend.token_bytes()) is None else known.table,
+            token_bytes=lambda: None if backend.token_bytes is None else backend.token_bytes.table,
             special=self.special_texts,
             undefined=[n for n in range(backend.base_vocab_size, self.size) if not backend.is_defined(n)],
             model_size=self._model_size,
@@ -265,10 +256,10 @@ class Codec:
         special_ids: set[int | None] = {self.eos_id, *self.special_texts}
         hidden_padding = (special_ids | {self.unk_id}) & {self.pad_id}
         hidden = hidden_padding if show_special else hidden_padding | special_ids
-        token_bytes = self.backend.token_bytes()
+        token_bytes = self.backend.token_bytes
         if token_bytes is None:
             is_defined = self.backend.is_defined
-            context = decode_context_ids(self.backend)
+            context = self.backend.decode_context_ids()
             return LibraryTokenDecoder(self.backend.decode, lambda n: is_defined(n) and n not in hidden, context)
         table = [b"" if token_id in hidden else raw for token_id, raw in enumerate(token_bytes.table)]
         return ByteTokenDecoder(table, token_bytes.strips_leading_space)

@@ -29,7 +29,7 @@ from .tokenizer_files import (
     read_text,
     require_memory_to_read,
 )
-from .vocab import BYTE_TOKEN, TokenBytes, non_initial_pieces, token_bytes_from_decoder
+from .vocab import BYTE_TOKEN, TokenBytes, TokenizerBackend, token_bytes_from_decoder
 
 LONG_TEXT_CHARS = 4096
 """Characters; a longer text is encoded as a batch of one, which releases the GIL and makes no offsets."""
@@ -38,7 +38,7 @@ RUST_PANIC = "PanicException"
 """The class of a panic in the library's Rust code: a BaseException that no module exports."""
 
 
-class HFBackend:
+class HFBackend(TokenizerBackend):
     """A `tokenizer.json` and the tokens that the files beside it add."""
 
     def __init__(self, text: str, files: TokenizerFiles, name: str = "tokenizer.json") -> None:
@@ -66,7 +66,7 @@ class HFBackend:
         }
         self._special_ids = frozenset(self.special_tokens.values())
         self._id_by_piece = vocab | self.special_tokens | self.nonspecial_added_tokens
-        self._pieces: list[str | None] = [None] * (1 + max(self._id_by_piece.values()))
+        self._pieces = [None] * (1 + max(self._id_by_piece.values()))
         for piece, token_id in self._id_by_piece.items():
             self._pieces[token_id] = piece
         self._hf_variants: dict[tuple[bool, bool], tokenizers.Tokenizer] = {(False, False): self._hf_tokenizer}
@@ -81,7 +81,6 @@ class HFBackend:
 
     @cached_property
     def unk_token(self) -> str | None:
-        """The token that stands for text the vocabulary cannot encode."""
         model = self._hf_tokenizer.model
         if isinstance(model, tokenizers.models.Unigram):
             token_id = json.loads(model.__getstate__()).get("unk_id")
@@ -90,51 +89,19 @@ class HFBackend:
         return unk
 
     @cached_property
-    def vocab(self) -> list[str]:
-        """By id, the text that a token adds when it is not the first of a text."""
-        return non_initial_pieces(self)
-
-    @cached_property
     def decode_overrides(self) -> dict[int, str]:
-        """By id, the text of added tokens that the file's decoder would decode differently."""
-        if self._token_bytes is not None:
-            return self._token_bytes.decode_overrides
+        if self.token_bytes is not None:
+            return self.token_bytes.decode_overrides
         added = [*self.special_tokens.items(), *self.nonspecial_added_tokens.items()]
         return {token_id: text for text, token_id in added if self._decode_with_library([token_id]) != text}
 
-    def vocab_size(self) -> int:
-        """One more than the highest id."""
-        return len(self._pieces)
-
-    def is_defined(self, token_id: int) -> bool:
-        """Whether any token has this id."""
-        return 0 <= token_id < len(self._pieces) and self._pieces[token_id] is not None
-
-    def id_to_piece(self, token_id: int) -> str:
-        """The token as the file writes it, in the byte-level alphabet if it uses that."""
-        return (self._pieces[token_id] or "") if self.is_defined(token_id) else ""
-
-    def piece_to_id(self, piece: str) -> int | None:
-        """The id of a token as the file writes it."""
-        return self._id_by_piece.get(piece)
-
-    def enumerate_tokens(self) -> Iterator[tuple[int, str]]:
-        """Pairs of id and `vocab` text."""
-        return enumerate(self.vocab)
-
-    def encode(self, text: str) -> list[int]:
-        """Encode; the text of special tokens stays plain text."""
-        return self.tokenize(text, parse_special=False)
-
     def tokenize(self, text: str, *, parse_special: bool, continues: bool = False) -> list[int]:
-        """Encode; with `parse_special` the text of a special token becomes its id."""
         ids = self._encode_with(self._hf_variant(continues, hide_special=False), text, parse_special)
         if not parse_special and not self._special_ids.isdisjoint(ids):
             ids = self._encode_with(self._hf_variant(continues, hide_special=True), text, parse_special)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode; special and other added tokens decode to their text."""
         texts: list[str] = []
         run: list[int] = []
         for token_id in ids:
@@ -145,16 +112,10 @@ class HFBackend:
                 run.append(token_id)
         return "".join([*texts, self._decode_with_library(run)])
 
-    def token_bytes(self) -> TokenBytes | None:
-        """The bytes of every token, or None if the file's decoder does more than join them."""
-        return self._token_bytes
-
     def declared_bos_eos(self) -> tuple[int | None, int | None]:
-        """(None, None): a tokenizer.json does not declare BOS and EOS."""
-        return None, None
+        return None, None  # a tokenizer.json has none
 
     def prepended_ids(self) -> list[int] | None:
-        """The ids that the file's post-processor puts before a text; None if it has none."""
         if self._hf_tokenizer.post_processor is None:
             return None
         with self._lock, _library_errors(f"{self.name} cannot add to a text what its post_processor says"):
@@ -163,7 +124,7 @@ class HFBackend:
         return [token_id for token_id, _ in takewhile(lambda pair: pair[1], pairs)]
 
     @cached_property
-    def _token_bytes(self) -> TokenBytes | None:
+    def token_bytes(self) -> TokenBytes | None:
         decoder = self._hf_tokenizer.decoder
         state = None if decoder is None else json.loads(decoder.__getstate__())
         return token_bytes_from_decoder(state, self._pieces, self.special_tokens, self.nonspecial_added_tokens)

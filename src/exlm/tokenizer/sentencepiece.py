@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from .tokenizer_files import (
     read_data,
     require_memory_to_read,
 )
-from .vocab import METASPACE, TokenBytes, metaspace_bytes, non_initial_pieces
+from .vocab import METASPACE, TokenBytes, TokenizerBackend, metaspace_bytes
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -47,7 +47,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _BPE_MODEL_TYPE = 2
 
 
-class SentencePieceBackend:
+class SentencePieceBackend(TokenizerBackend):
     """A SentencePiece model and the tokens that the files beside it add."""
 
     def __init__(self, data: bytes, files: TokenizerFiles, name: str = "tokenizer.model") -> None:
@@ -60,7 +60,7 @@ class SentencePieceBackend:
         self.base_vocab_size = self._processor.get_piece_size()
         token_ids = list(range(self.base_vocab_size))
         try:
-            self._pieces: list[str | None] = list(self._processor.id_to_piece(token_ids))
+            self._pieces = list(self._processor.id_to_piece(token_ids))
         except UnicodeDecodeError as error:
             raise TokenizerError(f"{name} has a piece that is not text: {error}. Fetch the file again.") from None
         self._id_by_piece = {piece: token_id for token_id, piece in enumerate(self._pieces) if piece is not None}
@@ -82,46 +82,15 @@ class SentencePieceBackend:
 
     @cached_property
     def unk_token(self) -> str | None:
-        """The token that stands for text the vocabulary cannot encode."""
         token_id = int(self._processor.unk_id())
         return self._pieces[token_id] if token_id >= 0 else None
 
-    @cached_property
-    def vocab(self) -> list[str]:
-        """By id, the text that a token adds when it is not the first of a text."""
-        return non_initial_pieces(self)
-
     @property
     def decode_overrides(self) -> dict[int, str]:
-        """By id, the text of all added tokens: SentencePiece decodes none of them."""
+        # All added tokens: SentencePiece decodes none of them.
         return {token_id: text for text, token_id in self.nonspecial_added_tokens.items()}
 
-    def vocab_size(self) -> int:
-        """One more than the highest id."""
-        return len(self._pieces)
-
-    def is_defined(self, token_id: int) -> bool:
-        """Whether any token has this id."""
-        return 0 <= token_id < len(self._pieces) and self._pieces[token_id] is not None
-
-    def id_to_piece(self, token_id: int) -> str:
-        """The token as the file writes it, with U+2581 for a space."""
-        return (self._pieces[token_id] or "") if self.is_defined(token_id) else ""
-
-    def piece_to_id(self, piece: str) -> int | None:
-        """The id of a token as the file writes it."""
-        return self._id_by_piece.get(piece)
-
-    def enumerate_tokens(self) -> Iterator[tuple[int, str]]:
-        """Pairs of id and `vocab` text."""
-        return enumerate(self.vocab)
-
-    def encode(self, text: str) -> list[int]:
-        """Encode; the text of special tokens stays plain text."""
-        return self.tokenize(text, parse_special=False)
-
     def tokenize(self, text: str, *, parse_special: bool, continues: bool = False) -> list[int]:
-        """Encode; with `parse_special` the text of a special token becomes its id."""
         problem = describe_lone_surrogate(text)
         if problem:
             raise BadText(f"{self.name} cannot encode: {problem}.")
@@ -134,26 +103,19 @@ class SentencePieceBackend:
         return ids + self._encode_part(text[position:], continues or position > 0)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode; special tokens decode to their text."""
-        table, strips_leading_space, _ = self.token_bytes()
+        table, strips_leading_space, _ = self.token_bytes
         text = b"".join(table[token_id] for token_id in ids if 0 <= token_id < len(table)).decode("utf-8", "replace")
         return text.removeprefix(" ") if strips_leading_space else text
 
-    def token_bytes(self) -> TokenBytes:
-        """The bytes of every token; SentencePiece always joins them."""
-        return self._token_bytes
-
     def declared_bos_eos(self) -> tuple[int | None, int | None]:
-        """The ids of BOS and EOS in the model file; None for each it does not have."""
         bos, eos = int(self._processor.bos_id()), int(self._processor.eos_id())
         return (bos if bos >= 0 else None), (eos if eos >= 0 else None)
 
     def prepended_ids(self) -> list[int] | None:
-        """None: a model file has no post-processor."""
-        return None
+        return None  # a model file has no post-processor
 
     @cached_property
-    def _token_bytes(self) -> TokenBytes:
+    def token_bytes(self) -> TokenBytes:
         table = metaspace_bytes(self._pieces, byte_fallback=True)
         for tokens in (self.special_tokens, self.nonspecial_added_tokens):
             for text, token_id in tokens.items():

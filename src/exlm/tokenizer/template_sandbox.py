@@ -18,10 +18,11 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..errors import ChatTemplateError, MissingExtra
 from ..memory import REMEDY
+from .template_sandbox_worker import read_message
 
 WORKER_FILE = Path(__file__).with_name("template_sandbox_worker.py")
 START_SECONDS = 30.0  # a busy machine may start a process slowly
@@ -66,7 +67,8 @@ class TemplateSandbox:
             response = self._request(body)
         if "text" in response:
             return str(response["text"])
-        raise ChatTemplateError(f"{origin}{_line_suffix(response)} {_failure_message(response, self.limits)}")
+        line = f", line {response['line']}" if response.get("line") else ""
+        raise ChatTemplateError(f"{origin}{line}: {_failure_message(response, self.limits)}")
 
     def close(self) -> None:
         """Kill the worker; a later rendering starts another."""
@@ -152,7 +154,7 @@ class _WorkerProcess:
                 return None
             self._process.stdin.write(len(message).to_bytes(8, "big") + message)
             self._process.stdin.flush()
-            return _read_message(self._process.stdout, self._max_response_bytes)
+            return read_message(self._process.stdout, self._max_response_bytes)
         except (OSError, ValueError):
             return None
         finally:
@@ -190,21 +192,6 @@ def _mapping_to_dict(value: object) -> dict[Any, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"found a {type(value).__name__}")
-
-
-def _read_message(stream: IO[bytes], max_bytes: int) -> dict[str, Any] | None:
-    header = stream.read(8)
-    size = int.from_bytes(header, "big")
-    if len(header) < 8 or size > max_bytes:
-        return None
-    body = stream.read(size)
-    response: dict[str, Any] | None = json.loads(body) if len(body) == size else None
-    return response
-
-
-def _line_suffix(response: Mapping[str, Any]) -> str:
-    line = response.get("line")
-    return f", line {line}:" if line else ":"
 
 
 def _failure_message(response: Mapping[str, Any], limits: TemplateLimits) -> str:

@@ -47,12 +47,12 @@ def main() -> None:
             write_message(responses, response)
 
 
-def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next message, or None at the end of the stream."""
+def read_message(stream: IO[bytes], max_bytes: int = 2**63) -> dict[str, Any] | None:
+    """The next message; None at the end of the stream, and if it is longer than `max_bytes`."""
     header = stream.read(8)
-    if len(header) < 8:
-        return None
     size = int.from_bytes(header, "big")
+    if len(header) < 8 or size > max_bytes:
+        return None
     body = stream.read(size)
     message: dict[str, Any] | None = json.loads(body) if len(body) == size else None
     return message

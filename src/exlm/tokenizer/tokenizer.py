@@ -145,8 +145,9 @@ class Tokenizer:
         self.space_token_id = _last_or_none(codec.encode(" "))
         self.actual_vocab_size = codec.size
         self.extended_piece_to_id, self.extended_id_to_piece = (dict(codec.special_tokens), dict(codec.special_texts))
-        self.unspecial_piece_to_id = dict(codec.decode_overrides)
-        self.unspecial_id_to_piece = {number: text for text, number in codec.decode_overrides.items()}
+        overrides, added = codec.backend.decode_overrides, codec.backend.nonspecial_added_tokens
+        self.unspecial_piece_to_id = {text: token_id for text, token_id in added.items() if token_id in overrides}
+        self.unspecial_id_to_piece = {token_id: text for text, token_id in self.unspecial_piece_to_id.items()}
 
     @property
     def bos_token_id(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Vocabularies: `TokenizerBackend`, the interface of those in files, and lookup tables over all tokens.
+"""Vocabularies: `TokenizerBackend`, the base of those in files, and lookup tables over all tokens.
 
 A token's piece is the text that it adds when it is not the first of a text. Most tables are keyed by pieces.
 The table for token healing compares bytes where they are known: a part of a character has no text of its own,
@@ -14,9 +14,11 @@ from __future__ import annotations
 import gc
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 K = TypeVar("K", str, bytes)
@@ -45,51 +47,31 @@ class TokenBytes(NamedTuple):
     decode_overrides: dict[int, str]
 
 
-class TokenizerBackend(Protocol):
-    """One vocabulary with its encoder and decoder.
+class TokenizerBackend(ABC):
+    """One vocabulary with its encoder and decoder. Every method may be called from any thread.
 
     `base_vocab_size` is one more than the highest id in the vocabulary file; tokens that other files declare
-    may have higher ids. Every method may be called from any thread.
+    may have higher ids. Added tokens are never split when encoding; those that are not special are plain text.
     """
 
     name: str
     base_vocab_size: int
+    special_tokens: dict[str, int]
+    nonspecial_added_tokens: dict[str, int]
+    _pieces: list[str | None]  # by id, as the file writes them; None for undefined ids
+    _id_by_piece: dict[str, int]
 
     @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Special tokens, from their text to their id."""
-
-    @property
-    def nonspecial_added_tokens(self) -> Mapping[str, int]:
-        """Added tokens that are not special: plain text, but never split when encoding."""
-
-    @property
+    @abstractmethod
     def decode_overrides(self) -> Mapping[int, str]:
         """By id, the text of added tokens that the library decodes differently from how they are written."""
 
     @property
+    @abstractmethod
     def unk_token(self) -> str | None:
         """The token that stands for text the vocabulary cannot encode."""
 
-    @property
-    def vocab(self) -> list[str]:
-        """By id, the text that a token adds when it is not the first of a text."""
-
-    def vocab_size(self) -> int:
-        """One more than the highest id."""
-
-    def is_defined(self, token_id: int) -> bool:
-        """Whether any token has this id."""
-
-    def id_to_piece(self, token_id: int) -> str:
-        """The token as the vocabulary file writes it, "" for an undefined id."""
-
-    def piece_to_id(self, piece: str) -> int | None:
-        """The id of a token written as in the vocabulary file."""
-
-    def enumerate_tokens(self) -> Iterator[tuple[int, str]]:
-        """Pairs of id and `vocab` text."""
-
+    @abstractmethod
     def tokenize(self, text: str, *, parse_special: bool, continues: bool = False) -> list[int]:
         """Encode; with `parse_special` the text of a special token becomes its id, else it stays plain text.
 
@@ -97,41 +79,68 @@ class TokenizerBackend(Protocol):
         of a text then leaves it out.
         """
 
-    def encode(self, text: str) -> list[int]:
-        """Encode; the text of special tokens stays plain text."""
-
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Decode; special tokens decode to their text."""
 
+    @property
+    @abstractmethod
     def token_bytes(self) -> TokenBytes | None:
         """The bytes of every token, or None if a text's bytes are not those of its tokens joined."""
 
+    @abstractmethod
     def declared_bos_eos(self) -> tuple[int | None, int | None]:
         """The ids of BOS and EOS that the vocabulary file declares; None for each it does not."""
 
+    @abstractmethod
     def prepended_ids(self) -> list[int] | None:
         """The ids that the vocabulary file's post-processor puts before a text; None if it does not say."""
 
+    @cached_property
+    def vocab(self) -> list[str]:
+        """By id, the text that a token adds when it is not the first of a text.
 
-def non_initial_pieces(backend: TokenizerBackend) -> list[str]:
-    """`TokenizerBackend.vocab`; a token that is a part of a character gives U+FFFD."""
-    token_bytes = backend.token_bytes()
-    if token_bytes is not None:
-        return [raw.decode("utf-8", "replace") for raw in token_bytes.table]
-    context = decode_context_ids(backend)
-    context_length = len(backend.decode(context))
-    return [
-        backend.decode([*context, token_id])[context_length:] if backend.is_defined(token_id) else ""
-        for token_id in range(backend.vocab_size())
-    ]
+        A token that is a part of a character gives U+FFFD.
+        """
+        if self.token_bytes is not None:
+            return [raw.decode("utf-8", "replace") for raw in self.token_bytes.table]
+        context = self.decode_context_ids()
+        context_length = len(self.decode(context))
+        return [
+            self.decode([*context, token_id])[context_length:] if self.is_defined(token_id) else ""
+            for token_id in range(self.vocab_size())
+        ]
 
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+        return len(self._pieces)
 
-def decode_context_ids(backend: TokenizerBackend) -> list[int]:
-    """Ids to decode in front of a token so that it is not the first; none if the first decodes alike."""
-    letter_ids = backend.encode(" t")
-    if len(letter_ids) == 1 and len(backend.decode(letter_ids)) == 2:
-        return []
-    return (backend.encode(" ") or letter_ids)[:1]
+    def is_defined(self, token_id: int) -> bool:
+        """Whether any token has this id."""
+        return 0 <= token_id < len(self._pieces) and self._pieces[token_id] is not None
+
+    def id_to_piece(self, token_id: int) -> str:
+        """The token as the vocabulary file writes it, "" for an undefined id."""
+        return (self._pieces[token_id] or "") if self.is_defined(token_id) else ""
+
+    def piece_to_id(self, piece: str) -> int | None:
+        """The id of a token written as in the vocabulary file."""
+        return self._id_by_piece.get(piece)
+
+    def enumerate_tokens(self) -> Iterator[tuple[int, str]]:
+        """Pairs of id and `vocab` text."""
+        return enumerate(self.vocab)
+
+    def encode(self, text: str) -> list[int]:
+        """Encode; the text of special tokens stays plain text."""
+        return self.tokenize(text, parse_special=False)
+
+    def decode_context_ids(self) -> list[int]:
+        """Ids to decode in front of a token so that it is not the first; none if the first decodes alike."""
+        letter_ids = self.encode(" t")
+        if len(letter_ids) == 1 and len(self.decode(letter_ids)) == 2:
+            return []
+        return (self.encode(" ") or letter_ids)[:1]
 
 
 def byte_to_unicode() -> dict[int, str]:
