@@ -17,8 +17,7 @@ from exlm.errors import BadTensor, MissingExtra
 from exlm.formats import DenseWeight, PackedWeight
 from exlm.formats import gguf as module
 from exlm.formats.bits import pack_codes
-from exlm.formats.gguf import GGUF_TYPES, read
-from exlm.formats.gguf_types import BLOCK_LAYOUTS
+from exlm.formats.gguf import BLOCK_LAYOUTS, GGUF_TYPES, read
 
 FLOAT16_OFFSETS = {
     "Q4_0": (0,),

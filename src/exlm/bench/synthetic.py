@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..formats import DenseWeight, Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment, Weight
 from ..formats.bits import num_words
 from ..formats.exl2 import BIT_WIDTHS
-from ..formats.gguf_types import BLOCK_LAYOUTS
+from ..formats.gguf import BLOCK_LAYOUTS
 from ..spec.model import matrices
 from .shapes import FORMATS, Shape
 

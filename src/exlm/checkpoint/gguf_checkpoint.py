@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..errors import BadFile, BadTensor, Unsupported
 from ..formats import DenseWeight, PackedWeight
-from ..formats.gguf import read
-from ..formats.gguf_types import FLOAT_TYPES
+from ..formats.gguf import FLOAT_TYPES, read
 from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
 from .gguf_file import ROPE_FACTOR_TENSORS, GgufFile
 from .gguf_file import num_rows as num_stored_rows

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..errors import BadFile, BadTensor, ModelNotFound
-from ..formats.gguf_types import GGUF_TYPES, REMOVED_TYPES
+from ..formats.gguf import GGUF_TYPES, REMOVED_TYPES
 from .tensor_files import TensorFiles, TensorInfo, damaged, quoted, refuse_lfs_pointer, regular_file_size
 
 ROPE_FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

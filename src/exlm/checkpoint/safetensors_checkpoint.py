@@ -1,6 +1,6 @@
 """The weights of a model folder by role, whatever its files call them and however they store them.
 
-A matrix is read from top to bottom: load its tensors, have their format check and decode them (`formats.registry`),
+A matrix is read from top to bottom: load its tensors, have their format check and decode them (`formats.FORMATS`),
 cut the matrix out of a fused one, move it. Floats are cast as they are copied, a few megabytes at a time, and the
 file's pages are released as they are used.
 """
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BadTensor, Unsupported
-from ..formats import DenseWeight, PackedWeight
+from ..formats import DENSE, FORMATS, DenseWeight, PackedWeight
 from ..formats.quantization_config import QuantizationConfig
-from ..formats.registry import DENSE, FORMATS
 from ..spec.tensor_names import RowRange, TensorNames
 from .safetensors_files import DTYPES, FLOAT_TYPES, SafetensorsFolder
 from .source import CastErrors, Checkpoint, MatrixRequest, Shape, num_rows

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import spec
 from ..errors import Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
-from ..formats.gguf_types import BLOCK_LAYOUTS
+from ..formats.gguf import BLOCK_LAYOUTS
 from ..spec.model import Matrix, matrices
 from ..spec.tensor_names import TensorLocation, TensorNames
 

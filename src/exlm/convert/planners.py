@@ -20,11 +20,10 @@ from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, TensorInfo
 from ..checkpoint.gguf_file import ROPE_FACTOR_TENSORS
 from ..checkpoint.safetensors_files import DTYPES, FLOAT_TYPES
 from ..errors import Unsupported
-from ..formats import PackedWeight, Weight, exl2, gptq
+from ..formats import FORMATS, PackedWeight, Weight, exl2, gptq
 from ..formats.awq import NIBBLE_COLUMNS
 from ..formats.bits import WORD_BITS, unpack_rows
 from ..formats.quantization_config import QuantizationConfig
-from ..formats.registry import FORMATS
 from ..spec.model import Matrix
 from ..spec.tensor_names import RowRange, TensorLocation
 from .plan import CPU, ConversionPlanner, ConversionStep, NamedTensors, TensorAction, VectorSpec, dense_tensors

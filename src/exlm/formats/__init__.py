@@ -6,13 +6,18 @@ oracle of every kernel. It reads no files: `checkpoint` does. Every package abov
 import it.
 """
 
+from . import awq, exl2, gptq
+from .matrix_format import DENSE, MatrixFormat
 from .packed import Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment
 from .weight import DenseWeight, Range, Weight
 
 __all__ = [
+    "DENSE",
+    "FORMATS",
     "DenseWeight",
     "Exl2Scales",
     "KQuantScales",
+    "MatrixFormat",
     "PackedWeight",
     "PlainScales",
     "Range",
@@ -20,3 +25,16 @@ __all__ = [
     "Segment",
     "Weight",
 ]
+
+FORMATS: tuple[MatrixFormat, ...] = (
+    exl2.FORMAT,
+    gptq.FORMAT,
+    awq.FORMAT,
+    MatrixFormat("EXL3", "trellis"),
+    MatrixFormat("compressed-tensors", "weight_packed"),
+    DENSE,
+)
+"""The formats of matrices in safetensors files, in the order in which they are looked for.
+
+GGUF is not among them: its files name the type of each tensor, so nothing is detected.
+"""

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .bits import pack
-from .gptq import collapse_zeros, read_scales, sequential_group_sizes
+from .gptq import TENSORS, collapse_zeros, describe, read_scales, sequential_group_sizes
+from .matrix_format import MatrixFormat, bad_tensor, check_features, require_tensor
 from .packed import PackedWeight, PlainScales, Segment
 from .quantization_config import AWQ_BITS, QuantizationConfig
-from .validation import bad_tensor, check_features, require_tensor
 
 BITS = 4
 # The column (of eight) that each nibble of a word holds, lowest nibble first.
@@ -65,3 +65,6 @@ def _unpack_nibbles(words: Tensor) -> Tensor:
     for nibble, column in enumerate(NIBBLE_COLUMNS):
         out[:, :, column] = (words >> (nibble * BITS)) & ((1 << BITS) - 1)
     return out.view(words.shape[0], words.shape[1] * len(NIBBLE_COLUMNS))
+
+
+FORMAT = MatrixFormat("awq", "qweight", TENSORS, read, describe, quant_method="awq")

@@ -4,7 +4,7 @@ Value i of width b takes bits i·b to (i+1)·b of its column's words, lowest bit
 border. Every packed format is brought into this layout; kernels repack it for themselves.
 
 The second half handles eight bytes at a time (SWAR, SIMD within a register): bytes are shifted inside int64
-numbers, and bits that come over from the next byte are masked. `gguf_types` takes blocks apart with it.
+numbers, and bits that come over from the next byte are masked. `gguf` takes blocks apart with it.
 """
 
 from __future__ import annotations

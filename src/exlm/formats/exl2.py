@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bits import WORD_BITS, pack, pack_rows, unpack_rows
-from .packed import Exl2Scales, PackedWeight, Segment
-from .quantization_config import QuantizationConfig
-from .validation import (
+from .matrix_format import (
     INDEX_DTYPES,
+    MatrixFormat,
     bad_tensor,
     cannot_store,
     check_features,
@@ -34,6 +33,8 @@ from .validation import (
     check_range,
     require_tensor,
 )
+from .packed import Exl2Scales, PackedWeight, Segment
+from .quantization_config import QuantizationConfig
 
 TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 BIT_WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -253,3 +254,6 @@ def _check_writable(weight: PackedWeight) -> None:
     if uneven := [(count, bits) for bits, count in rows.items() if count % ALIGNMENT]:
         count, bits = uneven[0]
         raise cannot_store(weight, "EXL2", f"{count} rows of {bits} bits, not a multiple of {ALIGNMENT}")
+
+
+FORMAT = MatrixFormat("exl2", "q_weight", TENSORS, read, describe)

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .bits import WORD_BITS, pack, pack_rows, unpack, unpack_rows
-from .packed import PackedWeight, PlainScales, Segment
-from .quantization_config import GPTQ_BITS, QuantizationConfig
-from .validation import (
+from .matrix_format import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    MatrixFormat,
     bad_tensor,
     cannot_store,
     check_features,
@@ -33,6 +32,8 @@ from .validation import (
     check_range,
     require_tensor,
 )
+from .packed import PackedWeight, PlainScales, Segment
+from .quantization_config import GPTQ_BITS, QuantizationConfig
 
 TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -222,3 +223,6 @@ def _check_writable(weight: PackedWeight) -> tuple[Segment, PlainScales]:
         if count * segment.bits % WORD_BITS:
             raise cannot_store(weight, "GPTQ", f"{count} {what} of {segment.bits} bits, which do not fill whole words")
     return segment, scales
+
+
+FORMAT = MatrixFormat("gptq", "qweight", TENSORS, read, describe, quant_method="gptq")
