@@ -55,6 +55,8 @@ def split_kv_loop(
 ):  # fmt: skip
     """Online softmax (m, l, acc) of queries at positions (M, 1) over stored tokens `start` to `stop`."""
     k_cache, k_scale, v_cache, v_scale = cache
+    K_DTYPE: tl.constexpr = KV.K_DTYPE
+    V_DTYPE: tl.constexpr = KV.V_DTYPE
     BLOCK_M: tl.constexpr = q.shape[0]
     m_i = tl.full((BLOCK_M,), MIN_SCORE, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -65,8 +67,8 @@ def split_kv_loop(
         ok = n < stop
         page = tl.load(page_table + tile // KV.PAGE_SIZE).to(tl.int64)
         slot = (page * KV.PAGE_SIZE + tile % KV.PAGE_SIZE + tl.arange(0, BLOCK_N)) * KV.KV_HEADS + kv_head
-        k = load_kv(k_cache, k_scale, slot, ok, KV.K_DTYPE, KV.HEAD_DIM, KV.BLOCK_D).to(q.dtype)
-        v = load_kv(v_cache, v_scale, slot, ok, KV.V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D).to(q.dtype)
+        k = load_kv(k_cache, k_scale, slot, ok, K_DTYPE, KV.HEAD_DIM, KV.BLOCK_D).to(q.dtype)
+        v = load_kv(v_cache, v_scale, slot, ok, V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D).to(q.dtype)
         visible = ok[None, :]
         if SCORE.HAS_MASK:
             visible = visible & (tl.load(mask + n, mask=ok, other=0) != 0)[None, :]

@@ -72,9 +72,10 @@ def masked_scores(
     KV: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
     """(N,) scores of stored tokens n (N, 1, 1) for the query's halves (1, D / 32, 16); -inf where hidden."""
-    k_low, k_high = load_halves(k_cache, slot, n < stop, KV.K_DTYPE, KV.HEAD_DIM, KV.BLOCK_D)
+    K_DTYPE: tl.constexpr = KV.K_DTYPE
+    k_low, k_high = load_halves(k_cache, slot, n < stop, K_DTYPE, KV.HEAD_DIM, KV.BLOCK_D)
     score = tl.sum(low * k_low + high * k_high, 2)
-    score = tl.sum(apply_group_scales(score, k_scale, slot, n < stop, KV.K_DTYPE, KV.HEAD_DIM), 1) * score_scale
+    score = tl.sum(apply_group_scales(score, k_scale, slot, n < stop, K_DTYPE, KV.HEAD_DIM), 1) * score_scale
     if SCORE.HAS_SOFTCAP:
         score = tanh(score) * cap_scale
     lane = tl.reshape(n, (n.shape[0],))
@@ -101,6 +102,7 @@ def simt_kv_loop(
 ):  # fmt: skip
     """Each lane's online softmax over its tokens from `start` to `stop`, two tiles of BLOCK_N at a time."""
     k_cache, k_scale, v_cache, v_scale = cache
+    V_DTYPE: tl.constexpr = KV.V_DTYPE
     m_i = tl.full((BLOCK_N,), MIN_SCORE, tl.float32)
     l_i = tl.zeros((BLOCK_N,), tl.float32)
     acc_low = tl.zeros((BLOCK_N, KV.BLOCK_D // 32, 16), tl.float32)
@@ -115,13 +117,13 @@ def simt_kv_loop(
         score2 = masked_scores(
             low, high, n2, stop, q_pos, slot2, k_cache, k_scale, mask, score_scale, cap_scale, window, KV, SCORE
         )
-        low1, high1 = load_halves(v_cache, slot1, n1 < stop, KV.V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D)
-        low2, high2 = load_halves(v_cache, slot2, n2 < stop, KV.V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D)
+        low1, high1 = load_halves(v_cache, slot1, n1 < stop, V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D)
+        low2, high2 = load_halves(v_cache, slot2, n2 < stop, V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D)
         m_new = tl.maximum(m_i, tl.maximum(score1, score2))
         alpha, p1, p2 = tl.exp2(m_i - m_new), tl.exp2(score1 - m_new), tl.exp2(score2 - m_new)
         m_i, l_i = m_new, l_i * alpha + p1 + p2
-        w1 = apply_group_scales(ones * p1[:, None], v_scale, slot1, n1 < stop, KV.V_DTYPE, KV.HEAD_DIM)[:, :, None]
-        w2 = apply_group_scales(ones * p2[:, None], v_scale, slot2, n2 < stop, KV.V_DTYPE, KV.HEAD_DIM)[:, :, None]
+        w1 = apply_group_scales(ones * p1[:, None], v_scale, slot1, n1 < stop, V_DTYPE, KV.HEAD_DIM)[:, :, None]
+        w2 = apply_group_scales(ones * p2[:, None], v_scale, slot2, n2 < stop, V_DTYPE, KV.HEAD_DIM)[:, :, None]
         acc_low = acc_low * alpha[:, None, None] + w1 * low1 + w2 * low2
         acc_high = acc_high * alpha[:, None, None] + w1 * high1 + w2 * high2
     return m_i, l_i, acc_low, acc_high
@@ -136,15 +138,17 @@ def append_new_token(
 
     For a float cache, apply RoPE and write it; for a quantised one, `rope_append_kv_kernel` did both.
     """
+    K_DTYPE: tl.constexpr = KV.K_DTYPE
+    V_DTYPE: tl.constexpr = KV.V_DTYPE
     lane = tl.arange(0, BLOCK_N)[:, None, None]
     first_lane, k, v, position = lane == 0, k + lane * 0, v + lane * 0, position + lane * 0
-    k_low_columns, k_high_columns = half_columns(KV.K_DTYPE, KV.BLOCK_D)
-    v_low_columns, v_high_columns = half_columns(KV.V_DTYPE, KV.BLOCK_D)
+    k_low_columns, k_high_columns = half_columns(K_DTYPE, KV.BLOCK_D)
+    v_low_columns, v_high_columns = half_columns(V_DTYPE, KV.BLOCK_D)
     k_low = load_roped(k, k_low_columns, position, first_lane, rope, KV.HEAD_DIM, ROPE)
     k_high = load_roped(k, k_high_columns, position, first_lane, rope, KV.HEAD_DIM, ROPE)
     v_low = tl.load(v + v_low_columns, mask=first_lane & (v_low_columns < KV.HEAD_DIM), other=0.0).to(tl.float32)
     v_high = tl.load(v + v_high_columns, mask=first_lane & (v_high_columns < KV.HEAD_DIM), other=0.0).to(tl.float32)
-    if KV.K_DTYPE == "float":
+    if K_DTYPE == "float":
         page = tl.load(page_table + past_len // KV.PAGE_SIZE).to(tl.int64)
         slot = ((page * KV.PAGE_SIZE + past_len % KV.PAGE_SIZE) * KV.KV_HEADS + kv_head) * KV.HEAD_DIM + lane * 0
         k_low, k_high = k_low.to(k.dtype.element_ty), k_high.to(k.dtype.element_ty)
@@ -171,6 +175,7 @@ def decode_simt_kernel(
     KV: tl.constexpr, ROPE: tl.constexpr, SCORE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head; split): every num_splits-th chunk of the row."""
+    K_DTYPE: tl.constexpr = KV.K_DTYPE
     split, kv_head, row = (
         tl.program_id(1),
         tl.program_id(0) % KV.KV_HEADS,
@@ -186,7 +191,7 @@ def decode_simt_kernel(
     rope = (cos, sin, mrope_axis, pos_axis_stride)
     zero = tl.arange(0, 1)[:, None, None]
     q_head, position = q + row * q_row_stride + kv_head * KV.HEAD_DIM + zero, positions + zero
-    low_columns, high_columns = half_columns(KV.K_DTYPE, KV.BLOCK_D)
+    low_columns, high_columns = half_columns(K_DTYPE, KV.BLOCK_D)
     low = load_roped(q_head, low_columns, position, zero == 0, rope, KV.HEAD_DIM, ROPE)
     high = load_roped(q_head, high_columns, position, zero == 0, rope, KV.HEAD_DIM, ROPE)
     low, high = low.to(q.dtype.element_ty).to(tl.float32), high.to(q.dtype.element_ty).to(tl.float32)
@@ -212,11 +217,12 @@ def decode_simt_kernel(
 @triton.jit
 def store_partial(m_i, l_i, acc_low, acc_high, max_out, sum_out, acc_out, KV: tl.constexpr):
     """Reduce the lanes of a chunk and write its partial (max, sum, accumulator)."""
+    V_DTYPE: tl.constexpr = KV.V_DTYPE
     m_all = tl.max(m_i, 0)
     rescale = tl.exp2(m_i - m_all)
     tl.store(max_out, m_all)
     tl.store(sum_out, tl.sum(l_i * rescale, 0))
-    low_columns, high_columns = half_columns(KV.V_DTYPE, KV.BLOCK_D)
+    low_columns, high_columns = half_columns(V_DTYPE, KV.BLOCK_D)
     tl.store(
         acc_out + low_columns, tl.sum(acc_low * rescale[:, None, None], 0)[None, :, :], mask=low_columns < KV.HEAD_DIM
     )

@@ -149,6 +149,8 @@ def rope_append_kv_kernel(
 
     CACHE_SPACE returns q, k and v Hadamard-rotated, for decode kernels that attend among rotated codes.
     """
+    K_DTYPE: tl.constexpr = KV.K_DTYPE
+    V_DTYPE: tl.constexpr = KV.V_DTYPE
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     d = tl.arange(0, KV.BLOCK_D)[None, :]
@@ -165,7 +167,7 @@ def rope_append_kv_kernel(
             KV.HEAD_DIM,
             ROPE,
         )
-        if CACHE_SPACE and (KV.K_DTYPE == "hadamard8" or KV.K_DTYPE == "hadamard4"):
+        if CACHE_SPACE and (K_DTYPE == "hadamard8" or K_DTYPE == "hadamard4"):
             x = hadamard(x.to(q.dtype.element_ty).to(tl.float32), KV.NUM_HADAMARD, False) * INV_GROUP_SIZE
         out_offset = ((row * tokens + token) * Q_HEADS + head) * KV.HEAD_DIM + d
         tl.store(q_out + out_offset, x.to(q_out.dtype.element_ty), mask=ok & (d < KV.HEAD_DIM))
@@ -186,8 +188,8 @@ def rope_append_kv_kernel(
                 ROPE,
             )
             new_k = new_k.to(k.dtype.element_ty).to(tl.float32)
-            rotated = to_cache_space(new_k, KV.K_DTYPE, KV.NUM_HADAMARD)
-            store_kv(rotated, k_cache, k_scale, slot, ok, KV.K_DTYPE, KV.HEAD_DIM)
+            rotated = to_cache_space(new_k, K_DTYPE, KV.NUM_HADAMARD)
+            store_kv(rotated, k_cache, k_scale, slot, ok, K_DTYPE, KV.HEAD_DIM)
             new_out = rotated if CACHE_SPACE else new_k
             tl.store(k_out + out_offset, new_out.to(k_out.dtype.element_ty), mask=ok & (d < KV.HEAD_DIM))
         else:
@@ -196,8 +198,8 @@ def rope_append_kv_kernel(
                 mask=ok & (d < KV.HEAD_DIM),
                 other=0.0,
             )
-            rotated = to_cache_space(new_v.to(tl.float32), KV.V_DTYPE, KV.NUM_HADAMARD)
-            store_kv(rotated, v_cache, v_scale, slot, ok, KV.V_DTYPE, KV.HEAD_DIM)
+            rotated = to_cache_space(new_v.to(tl.float32), V_DTYPE, KV.NUM_HADAMARD)
+            store_kv(rotated, v_cache, v_scale, slot, ok, V_DTYPE, KV.HEAD_DIM)
             if CACHE_SPACE:
                 tl.store(v_out + out_offset, rotated.to(v_out.dtype.element_ty), mask=ok & (d < KV.HEAD_DIM))
 
@@ -208,6 +210,8 @@ def dequantize_kv_kernel(
     KV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Dequantise stored tokens to contiguous k_out, v_out. Program (block of tokens, head of k or v, row)."""
+    K_DTYPE: tl.constexpr = KV.K_DTYPE
+    V_DTYPE: tl.constexpr = KV.V_DTYPE
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     tile = tl.program_id(0) * BLOCK_N
     n = tile + tl.arange(0, BLOCK_N)
@@ -218,12 +222,12 @@ def dequantize_kv_kernel(
     out_offset = ((row * length + n[:, None]) * KV.KV_HEADS + head % KV.KV_HEADS) * KV.HEAD_DIM + d
     mask = ok[:, None] & (d < KV.HEAD_DIM)
     if head < KV.KV_HEADS:
-        x = load_kv(k_cache, k_scale, slot, ok, KV.K_DTYPE, KV.HEAD_DIM, KV.BLOCK_D).to(tl.float32)
-        if KV.K_DTYPE != "fp8_e5m2":
+        x = load_kv(k_cache, k_scale, slot, ok, K_DTYPE, KV.HEAD_DIM, KV.BLOCK_D).to(tl.float32)
+        if K_DTYPE != "fp8_e5m2":
             x = hadamard(x, KV.NUM_HADAMARD, True) * INV_GROUP_SIZE
         tl.store(k_out + out_offset, x.to(tl.float16).to(k_out.dtype.element_ty), mask=mask)
     else:
-        x = load_kv(v_cache, v_scale, slot, ok, KV.V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D).to(tl.float32)
-        if KV.V_DTYPE != "fp8_e5m2":
+        x = load_kv(v_cache, v_scale, slot, ok, V_DTYPE, KV.HEAD_DIM, KV.BLOCK_D).to(tl.float32)
+        if V_DTYPE != "fp8_e5m2":
             x = hadamard(x, KV.NUM_HADAMARD, True) * INV_GROUP_SIZE
         tl.store(v_out + out_offset, x.to(tl.float16).to(v_out.dtype.element_ty), mask=mask)
