@@ -136,7 +136,7 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     head = weight(checkpoint, "head", model.hidden, model.vocab, fallback="embed")
     assert isinstance(head, PackedWeight)
     torch.testing.assert_close(head.dequantize(), roles["embed"].T, rtol=0, atol=5e-3)
-    builder = Builder(model, checkpoint, backends_for(CPU, F32), 32)
+    builder = Builder(model, checkpoint, [backends_for(CPU, F32)] * (len(model.layers) + 2), 32)
     decoder = list(builder.build())[-1]
     assert decoder.head.linear.out_features == model.vocab
     with pytest.raises(MissingTensor, match=r"head is missing: expected 'output\.weight'"):
@@ -144,7 +144,7 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
 
 
 def _logits(model: Any, checkpoint: Any) -> torch.Tensor:
-    decoder = list(Builder(model, checkpoint, backends_for(CPU, F32), 64).build())[-1]
+    decoder = list(Builder(model, checkpoint, [backends_for(CPU, F32)] * (len(model.layers) + 2), 64).build())[-1]
     return _logits_of(model, decoder, torch.arange(20).view(2, 10))
 
 
@@ -284,7 +284,7 @@ def test_smollm2(fixtures_dir: Path) -> None:
     checkpoint = GgufCheckpoint.open(path)
     config = config_from_metadata(checkpoint.files.metadata, path, tensors=checkpoint.files.tensors)
     model = build_spec(ConfigReader(config, path))
-    decoder = list(Builder(model, checkpoint, backends_for(CPU, F32), 256).build())[-1]
+    decoder = list(Builder(model, checkpoint, [backends_for(CPU, F32)] * (len(model.layers) + 2), 256).build())[-1]
     assert checkpoint.unused() == []
     for case in json.loads((fixtures_dir / "reference" / "smollm2.json").read_text())["cases"]:
         prompt, answer = case["input_ids"], case["greedy_ids_64"]

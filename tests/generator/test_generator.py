@@ -407,7 +407,7 @@ def test_a_generator_does_not_keep_the_weights_of_an_unloaded_model(fixtures_dir
     cache, tokenizer = Cache(model, max_seq_len=512), Tokenizer(model.config)
     machine = Generator(model, cache, tokenizer)
     said = greedy(machine, PROMPTS[0])
-    weights = weakref.ref(model._require_loaded()[1])
+    weights = weakref.ref(model._require_loaded().decoder)
     model.unload()
     gc.collect()
     assert weights() is None

@@ -144,7 +144,7 @@ def test_a_row_does_not_depend_on_its_batch(tmp_path: Path) -> None:
     model = load(tiny.make(tmp_path / "model"))
     adapter = peft.write_adapter(tmp_path / "a", {"model.layers.0.mlp.up_proj": (32, 48)})
     lora = Lora.from_directory(model, adapter.folder)
-    linear: Any = model._require_loaded()[1].blocks[0].mlp.up  # type: ignore[attr-defined]
+    linear: Any = model._require_loaded().decoder.blocks[0].mlp.up  # type: ignore[attr-defined]
     assert isinstance(linear, LoraLinear)
     x, on = torch.randn(9, 3, 32), (LoraRef(lora.number, 1.0),)
 
@@ -179,7 +179,7 @@ def test_quantised_matrices(write: Any, make: Any, tmp_path: Path, monkeypatch: 
 
 def test_adapters_can_be_loaded_and_unloaded(tmp_path: Path) -> None:
     model = load(zoo.build("MixtralForCausalLM", tmp_path / "model").folder)
-    decoder = model._require_loaded()[1]
+    decoder = model._require_loaded().decoder
     mlp: Any = decoder.blocks[0].mlp
     kinds = {type(decoder.head.linear), type(mlp.experts), type(decoder.blocks[0].attn.o)}
     shapes = peft.matrix_shapes(tmp_path / "model")

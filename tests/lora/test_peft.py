@@ -190,11 +190,11 @@ def test_wrong_tensors(
 ) -> None:
     adapter = peft.write_adapter(tmp_path, SHAPES)
     edit_tensors(adapter, new, drop)
-    before = repr(model._require_loaded()[1].blocks[0].mlp.up)  # type: ignore[attr-defined]
+    before = repr(model._require_loaded().decoder.blocks[0].mlp.up)  # type: ignore[attr-defined]
     with pytest.raises(error, match=match) as raised:
         Lora.from_directory(model, adapter.folder)
     assert "adapter_model.safetensors" in str(raised.value)
-    assert repr(model._require_loaded()[1].blocks[0].mlp.up) == before  # type: ignore[attr-defined]
+    assert repr(model._require_loaded().decoder.blocks[0].mlp.up) == before  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("module", ["model.visual.blocks.0.attn.qkv", "visual.merger.mlp.0"])

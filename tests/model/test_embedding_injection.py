@@ -38,7 +38,7 @@ def load(folder: Path, **options: Any) -> Model:
 
 def token_embeddings(model: Model, ids: Tensor, **options: Any) -> MMEmbedding:
     """The model's own embeddings of some tokens (1, n), as its first layer gets them."""
-    embedding = model._require_loaded()[1].embedding
+    embedding = model._require_loaded().decoder.embedding
     return MMEmbedding(model, embedding.lookup(ids)[0].float() * embedding.scale, **options)
 
 

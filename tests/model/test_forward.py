@@ -51,7 +51,7 @@ def test_preprocess_only_fills_the_cache_and_returns_none(model: Model) -> None:
 
 def test_preprocess_only_skips_the_last_mlp(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last layer's keys and values are needed."""
-    blocks = model._require_loaded()[1].blocks
+    blocks = model._require_loaded().decoder.blocks
     computed: list[int] = []
     for place, block in enumerate(blocks):
         plain = block.mlp.forward
@@ -138,7 +138,7 @@ def test_long_inputs_are_chunked(model: Model, monkeypatch: pytest.MonkeyPatch, 
     small.load()
     x = ids(1, 100)
     steps: list[int] = []
-    decoder = small._require_loaded()[1]
+    decoder = small._require_loaded().decoder
     whole = decoder.forward
     monkeypatch.setattr(decoder, "forward", lambda b, kv: steps.append(b.ids.shape[1]) or whole(b, kv))
     logits = small.forward(x, Cache(small, max_seq_len=128))
@@ -204,7 +204,7 @@ def test_padding_that_cannot_be_seen_does_not_spread(model: Model) -> None:
 def test_the_state_before_the_head(model: Model) -> None:
     logits, state = model.forward(ids(1, 7), return_last_state=True)
     assert state.shape == (1, 7, 32)
-    head = model._require_loaded()[1].head
+    head = model._require_loaded().decoder.head
     assert close(head.linear.kernel(head.norm(state, None)[1]), logits)
 
 

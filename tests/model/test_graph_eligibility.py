@@ -15,7 +15,7 @@ from exlm.kernels.dispatch import BackendList, DispatchRecord
 from exlm.kernels.interface import FUSE_MAX_TOKENS
 from exlm.kernels.reference import ReferenceBackend
 from exlm.model.cuda_graphs import MAX_GRAPH_TOKENS, CudaGraphRunner
-from exlm.model.instance import ModelInstance
+from exlm.model.loader import LoadedModel
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def test_backends_decide_whether_graphs_are_captured(
     ]
     records = [DispatchRecord(role, backend, "") for role, backend in roles if backend]
     backends = BackendList([ReferenceBackend(CPU, torch.float16)], records)
-    assert ModelInstance(config, cast(Any, None), (), (backends,) * 4).max_graph_tokens == tokens
+    assert LoadedModel(config, cast(Any, None), (), (backends,) * 4).max_graph_tokens == tokens
 
 
 def test_larger_batches_are_not_captured() -> None:

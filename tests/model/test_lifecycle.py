@@ -28,7 +28,7 @@ def gc_disabled() -> Iterator[None]:
 
 def weak_references(model: Model, cache: CacheBase) -> list[weakref.ref[object]]:
     """Weak references to what takes memory."""
-    return [weakref.ref(one) for one in (model, cache, model._require_loaded()[1], cache.all_tensors()[0])]
+    return [weakref.ref(one) for one in (model, cache, model._require_loaded().decoder, cache.all_tensors()[0])]
 
 
 @pytest.mark.usefixtures("gc_disabled")
@@ -49,7 +49,7 @@ def test_memory_is_freed_with_cuda_graphs(tmp_path: Path) -> None:
     cache = Cache(model, max_seq_len=256)
     generator = Generator(model, cache, Tokenizer(config))
     generator._engine.runner = PagedModelRunner(
-        model._require_loaded()[1], cache, torch.device("cpu"), max_graph_tokens=MAX_GRAPH_TOKENS
+        model._require_loaded().decoder, cache, torch.device("cpu"), max_graph_tokens=MAX_GRAPH_TOKENS
     )
     generator.generate("a", max_new_tokens=3, gen_settings=Settings.greedy())
     watched = weak_references(model, cache)

@@ -244,7 +244,7 @@ def test_a_tied_head_shares_the_embedding(tmp_path: Path) -> None:
     edit(folder, "lm_head.weight", None)
     model = Model(Config(folder))
     model.load()
-    _, decoder, _ = model._require_loaded()
+    decoder = model._require_loaded().decoder
     head, table = decoder.head.linear.kernel, decoder.embedding.lookup
     assert head.keywords["weight"] is table.keywords["weight"]  # type: ignore[attr-defined]
 

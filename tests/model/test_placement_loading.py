@@ -28,7 +28,7 @@ from exlm import (
 )
 from exlm.errors import DoesNotFit
 from exlm.model.devices import DeviceInfo, list_devices
-from exlm.model.instance import open_checkpoint
+from exlm.model.loader import open_checkpoint
 from exlm.model.multiprocess import rank_devices
 from exlm.model.placement import ComputeProfile, DeviceCapacity, compute_profile, estimate_modules
 from exlm.nn.block import DeviceTransfer
@@ -78,7 +78,7 @@ def test_a_model_over_several_devices_is_the_same_model(folder: Path, kind: type
     model.load_autosplit(cache, reserve_vram=0)
     used = len(set(model.placement))
     assert used == (devices if devices < 5 else used) >= min(devices, 3)
-    transfers = model._require_loaded()[1].transfers
+    transfers = model._require_loaded().decoder.transfers
     assert sum(isinstance(transfer, DeviceTransfer) for transfer in transfers) == used - 1
     alone = loaded(folder)
     reference = kind(alone, max_seq_len=256)

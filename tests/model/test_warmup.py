@@ -11,7 +11,7 @@ import torch
 
 from exlm import Config, Model
 from exlm.model.decoder import Decoder
-from exlm.model.instance import Warmup, run_one_token
+from exlm.model.loader import Warmup, run_one_token
 from exlm.nn.block import no_transfer
 from tests import tiny
 

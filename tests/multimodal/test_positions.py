@@ -70,7 +70,7 @@ def test_logits_are_those_of_transformers(chunk: int, tmp_path: Path) -> None:
     pieces: list[Piece] = [(3, 1, 2, 4, 1), (2, 2, 3, 2, 0)]
     tokens = torch.randint(0, 100, (2, len(expected_positions(pieces)) + 4))
     ids, embeddings, at = tokens.clone(), [], 0
-    table = model._require_loaded()[1].embedding.lookup
+    table = model._require_loaded().decoder.embedding.lookup
     for text, frames, rows, columns, side in pieces:
         at += text
         count = frames * rows * columns + 2 * side

@@ -12,7 +12,7 @@ import torch
 
 from exlm import Config, Lora, Model
 from exlm.lora import InstallLora, LoraWeights, ModelHandle, RemoveLora
-from exlm.model.instance import ModelInstance
+from exlm.model.loader import LoadedModel
 from exlm.model.multiprocess import DriverDecoder, decode_change, encode_change
 from exlm.model.strategies import PipelineParallel, TensorParallel
 from exlm.nn import LoraRef
@@ -37,11 +37,11 @@ FAMILIES = [
 class ThreadDriver:
     """A `RankDriver` whose workers are threads: `send` returns when the message was handled."""
 
-    ranks: list[ModelInstance]
+    ranks: list[LoadedModel]
     lost_reason: None = None
 
     @property
-    def channels(self) -> list[ModelInstance]:
+    def channels(self) -> list[LoadedModel]:
         return self.ranks[1:]
 
     @property

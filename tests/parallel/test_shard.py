@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from exlm import Config, Model, Unsupported, spec
 from exlm.formats import DenseWeight
-from exlm.model.instance import open_checkpoint
+from exlm.model.loader import open_checkpoint
 from exlm.parallel.shard import (
     MatrixSlice,
     ShardedSource,

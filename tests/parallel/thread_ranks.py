@@ -13,7 +13,7 @@ from torch import Tensor
 from exlm.config import FrozenConfig
 from exlm.kvcache import NoCache
 from exlm.model.devices import DeviceInfo
-from exlm.model.instance import LoadProgress, ModelInstance, run_to_end
+from exlm.model.loader import LoadedModel, LoadProgress, run_to_end
 from exlm.model.strategies import TensorParallel
 from exlm.nn import Batch
 
@@ -84,7 +84,7 @@ def run_on_each_rank(size: int, act: Callable[[int], Any]) -> list[Any]:
     return out
 
 
-def load_shards(config: FrozenConfig, size: int) -> list[ModelInstance]:
+def load_shards(config: FrozenConfig, size: int) -> list[LoadedModel]:
     """All ranks' shards of a model, connected by one barrier."""
     exchange_barrier, device_info, out = ExchangeBarrier(size), DeviceInfo("cpu", CPU, 0), []
     for rank in range(size):
@@ -94,7 +94,7 @@ def load_shards(config: FrozenConfig, size: int) -> list[ModelInstance]:
     return out
 
 
-def rank0_logits(ranks: list[ModelInstance], ids: Tensor, adapters: Any = ()) -> Tensor:
+def rank0_logits(ranks: list[LoadedModel], ids: Tensor, adapters: Any = ()) -> Tensor:
     """The logits on rank 0."""
     rows, tokens = ids.shape
     positions = torch.arange(tokens).expand(rows, tokens)

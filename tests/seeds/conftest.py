@@ -156,7 +156,7 @@ def answer(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> Callable[..., str
 def passes(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each forward pass of the model is given for a row."""
     seen: list[int] = []
-    _, decoder, _ = model._require_loaded()
+    decoder = model._require_loaded().decoder
     forward = decoder.forward
 
     def counted(batch: Any, *rest: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..atomic import atomic_dir, check_disk_space, check_output_dir, report_writ
 from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, WeightSource, open_source, save_sharded
 from ..config import Config, FrozenConfig
 from ..errors import InputError
-from ..model.instance import ProgressCallback, no_progress
+from ..model.loader import ProgressCallback
 from .plan import KEPT_FORMATS, ConversionPlan, ConversionStep
 from .planners import FolderPlanner, GgufPlanner
 from .side_files import CONFIG_FILE, SideFiles, side_files_of_folder, side_files_of_gguf
@@ -59,7 +59,7 @@ def convert_model(
     plan, files = _make_plan(frozen, checkpoint, to)
     check_disk_space(folder, plan.nbytes + files.nbytes + DISK_SLACK_BYTES, "the new model")
     with atomic_dir(folder, overwrite=overwrite) as temp_dir:
-        weights = save_sharded(temp_dir, _iter_tensors(plan.steps, progress or no_progress), shard_bytes=shard_bytes)
+        weights = save_sharded(temp_dir, _iter_tensors(plan.steps, progress), shard_bytes=shard_bytes)
         with report_write_errors(folder):
             files.write_to(temp_dir)
             for path in weights:  # safetensors creates them readable by their owner only
@@ -78,12 +78,13 @@ def _make_plan(frozen: FrozenConfig, checkpoint: WeightSource, to: str) -> tuple
     return plan, side_files_of_folder(frozen.path, plan, frozen.quantization)
 
 
-def _iter_tensors(steps: Iterable[ConversionStep], progress: ProgressCallback) -> Iterator[tuple[str, Tensor]]:
-    steps = tuple(steps)
+def _iter_tensors(steps: Sequence[ConversionStep], progress: ProgressCallback | None) -> Iterator[tuple[str, Tensor]]:
     for done, step in enumerate(steps):
-        progress(done, len(steps))
+        if progress is not None:
+            progress(done, len(steps))
         yield from step.make_tensors()
-    progress(len(steps), len(steps))
+    if progress is not None:
+        progress(len(steps), len(steps))
 
 
 def _check_result(folder: Path, plan: ConversionPlan) -> None:

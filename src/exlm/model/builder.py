@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import torch
@@ -80,15 +79,24 @@ def scaled_norm(inner: NormFn, factor: float) -> NormFn:
     return inner if factor == 1.0 else lambda x: inner(x) * factor
 
 
+def module_index(role: str) -> int:
+    """The number of the module that has a role: 0 is the embedding, i + 1 layer i, -1 the head."""
+    match role.split("."):
+        case ["embed"]:
+            return 0
+        case ["layers", layer, *_]:
+            return int(layer) + 1
+    return -1
+
+
 @dataclass
 class Builder:
     """Builds a model's modules one by one, so that the loader can report progress and stop between them."""
 
     model: spec.Model
     checkpoint: WeightSource
-    backends: BackendList
+    module_backends: Sequence[BackendList]  # of the embedding, each layer, the head; the same object on one device
     max_seq_len: int
-    module_backends: Sequence[BackendList] = ()  # of each module, if they differ; (): all use `backends`
     has_embedding: bool = True  # False: another rank has the embedding
     has_head: bool = True  # False: another rank has the head
     _ropes: dict[tuple[int, spec.Rope], RopeFn] = field(default_factory=dict)
@@ -113,7 +121,7 @@ class Builder:
         first_roles = ["head"] if self.has_head and not self.tied else []
         roles = first_roles + [role for role in self._matrices if role != "head"]
         total = self.checkpoint.files.total_bytes
-        devices = {backends.device for backends in (self.backends, *self.module_backends)}
+        devices = {backends.device for backends in self.module_backends}
         self._cuda_streams = {one: torch.cuda.current_stream(one) for one in devices if one.type == "cuda"}
         with WeightPrefetcher(self.read_linear, self.stored_bytes, roles, total) as self._prefetcher:
             embedding = self.embedding() if self.has_embedding else None
@@ -139,26 +147,17 @@ class Builder:
 
     def backends_for(self, role: str) -> BackendList:
         """The backends of the module a role belongs to."""
-        if not self.module_backends:
-            return self.backends
-        match role.split("."):
-            case ["embed"]:
-                return self.module_backends[0]
-            case ["layers", layer, *_]:
-                return self.module_backends[int(layer) + 1]
-        return self.module_backends[-1]
+        return self.module_backends[module_index(role)]
 
     def transfer_before(self, i: int) -> TransferFn:
         """What runs before block i or the head: a `DeviceTransfer` after a module on another device.
 
         Also before the first block, if another GPU than its own could be current then.
         """
-        module_backends = self.module_backends or [self.backends] * len(self)
-        first, devices = module_backends[0].device, {backends.device for backends in module_backends}
+        before, backends = self.module_backends[i : i + 2]
+        first, devices = self.module_backends[0].device, {one.device for one in self.module_backends}
         starts_elsewhere = i == 0 and first.type == "cuda" and (len(devices) > 1 or first.index != 0)
-        if starts_elsewhere or module_backends[i + 1] is not module_backends[i]:
-            return DeviceTransfer(module_backends[i + 1].device)
-        return no_transfer
+        return DeviceTransfer(backends.device) if starts_elsewhere or backends is not before else no_transfer
 
     def embedding(self) -> Embedding:
         """The embedding, with learned positions if the model has them."""
@@ -429,9 +428,7 @@ class WeightPrefetcher(Generic[T]):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def take(self, role: str) -> T:

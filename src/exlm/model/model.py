@@ -1,28 +1,40 @@
-"""`Model`, the public class: load, forward, unload."""
+"""`Model`, the public class: load, describe, forward, unload.
+
+A model is loaded completely or not at all: on one device, on several, or in several processes.
+"""
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config import FrozenConfig
-from ..errors import InputError, NotLoaded
-from ..kernels.dispatch import BackendList
+from ..checkpoint import WeightSource
+from ..config import Config, FrozenConfig
+from ..env import refuse_removed_variables
+from ..errors import InputError, NotLoaded, Unsupported
+from ..formats.host_buffers import release_pool
 from ..kernels.interface import Backend, LayerKVCache
-from ..kvcache import CacheBase, CacheReplicator, LayerShape, NoCache
+from ..kvcache import PAGE_SIZE, Cache, CacheBase, CacheReplicator, LayerShape, NoCache
 from ..lora import ModelHandle, active_loras, resolve_loras
+from ..memory import memory_errors
 from ..multimodal import MMEmbedding
-from ..nn.batch import Outputs
 from ..spec.model import matrices
-from .decoder import Decoder
+from .devices import DeviceInfo, hypothetical_devices, list_devices, start_openmp
 from .inputs import (
     EMBED_HERE,
-    ForwardRequest,
     SequenceExtras,
     check_cache_room,
     check_embeddings,
@@ -33,15 +45,366 @@ from .inputs import (
     requested_outputs,
     uses_mrope,
 )
-from .instance import kv_shapes, model_dtype
-from .loader import LoadableModel
+from .loader import (
+    LoadedModel,
+    LoadProgress,
+    LoadSteps,
+    ProgressCallback,
+    ProgressGenerator,
+    kv_shapes,
+    load_modules,
+    model_dtype,
+    open_checkpoint,
+    warn_about_unused_layers,
+)
 from .model_runner import PagedModelRunner
+from .multiprocess import load_parallel
+from .placement import (
+    CACHE_REMEDY,
+    SPLIT_REMEDY,
+    Budget,
+    CacheOwnerInfo,
+    ModuleMemory,
+    compute_profile,
+    device_capacities,
+    estimate_budget,
+    estimate_modules,
+    format_bytes,
+    place_modules,
+    split_capacities,
+)
+from .summary import Summary, summarize
+
+OUT_OF_MEMORY_REMEDY = (
+    "Free memory, raise the limit of this process (ulimit -v, or that of its container), or load a smaller "
+    "model, one of fewer bits, or fewer tokens (config.max_seq_len)."
+)
 
 ATTENTION_MATRIX = re.compile(r"layers\.\d+\.attn\.[qkvo]")
 
 
-class Model(LoadableModel):
+class Model:
     """A language model: make it with `Model(config)`, `load()` it, then call `forward(ids, cache)`."""
+
+    def __init__(self, config: Config, lazy_load: bool = False) -> None:
+        if not isinstance(config, Config):
+            is_path = isinstance(config, str | PathLike)
+            example = f"Config({str(config)!r})" if is_path else "Config('/path/to/model')"
+            raise InputError(
+                f"A model is made of a Config, found {type(config).__name__}: write Model({example}), or "
+                "give the path to LLM."
+            )
+        self.config = config
+        self.loaded = False
+        self.list_devices: Callable[[str | None], list[DeviceInfo]] = list_devices
+        """Lists the devices that `config.device` names; tests replace it."""
+        self.open_checkpoint: Callable[[FrozenConfig], WeightSource] = open_checkpoint
+        """Opens the weights; may be replaced to read them from somewhere else."""
+        self._loaded: LoadedModel | None = None
+        self._runners: weakref.WeakSet[PagedModelRunner] = weakref.WeakSet()  # generators' runners
+
+    def load(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Read the weights and bind their kernels.
+
+        `gpu_split` has GB of weights for each device, which are filled in order; without it everything goes
+        to the first device, or, if `config.device` names several, to each as much as it has room for.
+        Numbers for devices that are not here are ignored with a warning in the log.
+        `callback(i, n)` is called before module i of n and once with (n, n); `progress=True` shows a bar. If
+        anything fails, the model is unloaded. `lazy` and `stats` are accepted for old scripts.
+        """
+        _run_load(partial(self.load_gen, gpu_split), callback, callback_gen, progress)
+
+    def load_gen(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
+    ) -> Iterator[Any]:
+        """`load` as a generator: it yields what `callback_gen(i, n)` yields; run it to its end."""
+        yield from self._load(partial(self._load_split, gpu_split), callback, callback_gen)
+
+    def load_autosplit(
+        self,
+        cache: CacheBase,
+        reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Load the model and allocate a lazy cache, each layer's pages on the device of the layer.
+
+        Each device is filled, but for `reserve_vram` bytes (one number for all, or a list; 192 MB on the
+        first and 64 MB on the others if left out), before the next one is begun. The CPU counts if
+        `config.device` names it. Numbers for devices that are not here are ignored with a warning.
+        """
+        _run_load(partial(self.load_autosplit_gen, cache, reserve_vram), callback, callback_gen, progress)
+
+    def load_autosplit_gen(
+        self,
+        cache: CacheBase,
+        reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
+    ) -> Iterator[Any]:
+        """`load_autosplit` as a generator: run it to its end."""
+        self._check_lazy(cache)
+        yield from self._load(partial(self._load_with_cache, cache, reserve_vram), callback, callback_gen, cache)
+
+    def load_tp(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
+        progress: bool = False,
+        expect_cache_tokens: int = 0,
+        expect_cache_base: type[CacheBase] | None = None,
+    ) -> None:
+        """Load with tensor parallelism: every layer is sharded among devices, each in its own process.
+
+        One rank for each device that `gpu_split` gives more than 0 GB of weights; all of them without it.
+        Numbers for devices that are not here are ignored with a warning.
+        On a machine with CPUs only it makes that many processes. Any cache made afterwards is sharded in the
+        same way. `expect_cache_tokens` and `expect_cache_base` are accepted for old scripts: shards are
+        equal, so nothing depends on them. Under torchrun, only rank 0 returns from this call.
+        """
+        _run_load(partial(self.load_tp_gen, gpu_split), callback, callback_gen, progress)
+
+    def load_tp_gen(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
+        expect_cache_tokens: int = 0,
+        expect_cache_base: type[CacheBase] | None = None,
+    ) -> Iterator[Any]:
+        """`load_tp` as a generator: run it to its end."""
+        yield from self._load(partial(self._load_ranks, "tensor", gpu_split), callback, callback_gen)
+
+    def load_pipeline(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Load with pipeline parallelism: each of several processes has a run of layers.
+
+        This is for models that are larger than one machine. Ranks are chosen as by `load_tp`. On one machine
+        `load_autosplit` does the same in one process.
+        """
+        _run_load(partial(self.load_pipeline_gen, gpu_split), callback, callback_gen, progress)
+
+    def load_pipeline_gen(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
+    ) -> Iterator[Any]:
+        """`load_pipeline` as a generator: run it to its end."""
+        yield from self._load(partial(self._load_ranks, "pipeline", gpu_split), callback, callback_gen)
+
+    def _load(
+        self,
+        steps: Callable[[LoadProgress], LoadSteps],
+        callback: ProgressCallback | None,
+        callback_gen: ProgressGenerator | None,
+        lazy_cache: CacheBase | None = None,
+    ) -> Iterator[Any]:
+        """Unload, load the modules, allocate the cache; undo everything if one fails."""
+        progress = LoadProgress(callback, callback_gen)
+        refuse_removed_variables()
+        self.unload()
+        try:
+            with memory_errors(self._failure_message, OUT_OF_MEMORY_REMEDY):
+                start_openmp(self._failure_message())
+                self._loaded = yield from steps(progress)
+                self.loaded = True
+                if lazy_cache is not None:
+                    lazy_cache.allocate()
+            total = len(self._loaded.module_devices)
+            yield from progress.report(total, total)
+        except BaseException:
+            self.unload()
+            if lazy_cache is not None:
+                lazy_cache.release()
+            raise
+
+    def _load_split(self, gpu_split: Sequence[float] | None, progress: LoadProgress) -> LoadSteps:
+        """Load in this process, on the devices that `gpu_split` and `config.device` give."""
+        config, devices = self._config_and_devices()
+        source, num_layers = self.open_checkpoint(config), len(config.spec.layers)
+        warn_about_unused_layers(config, source)
+        if not gpu_split and (config.device is None or len(devices) == 1):
+            placement = [0] * (num_layers + 2)
+        else:
+            modules = estimate_modules(config, source, compute_profile(config, devices), [0] * num_layers)
+            if gpu_split:
+                weights = [replace(module, workspace=0) for module in modules]
+                placement = place_modules(weights, split_capacities(devices, gpu_split), SPLIT_REMEDY)
+            else:
+                placement = place_modules(modules, device_capacities(devices, None), CACHE_REMEDY)
+        return (yield from load_modules(config, source, [devices[i] for i in placement], progress))
+
+    def _load_with_cache(
+        self, cache: CacheBase, reserve_vram: int | Sequence[int] | None, progress: LoadProgress
+    ) -> LoadSteps:
+        """Load in this process, leaving room for each layer's pages on the layer's device."""
+        config, devices = self._config_and_devices()
+        source = self.open_checkpoint(config)
+        warn_about_unused_layers(config, source)
+        profile = compute_profile(config, devices, cache.num_pages * PAGE_SIZE)
+        modules = estimate_modules(config, source, profile, cache.layer_bytes())
+        placement = place_modules(modules, device_capacities(devices, reserve_vram), CACHE_REMEDY)
+        return (yield from load_modules(config, source, [devices[i] for i in placement], progress))
+
+    def _load_ranks(self, strategy: str, gpu_split: Sequence[float] | None, progress: LoadProgress) -> LoadSteps:
+        """Load in several processes, of which this one is rank 0."""
+        devices = self._config_and_devices()[1]
+        return (yield from load_parallel(strategy, self.config, devices, gpu_split, progress))
+
+    def _config_and_devices(self) -> tuple[FrozenConfig, list[DeviceInfo]]:
+        """The configuration as it is now, and the devices it allows."""
+        frozen = self.config.freeze()
+        return frozen, self.list_devices(frozen.device)
+
+    def _check_lazy(self, cache: CacheBase) -> None:
+        """Raise for a cache that cannot be allocated while this model loads."""
+        if not isinstance(cache, CacheBase):
+            raise InputError(
+                f"load_autosplit allocates a cache, found {cache!r}: give it Cache(model, lazy=True), or "
+                "call load() without one."
+            )
+        owner: object = cache.model
+        if owner is not self:
+            raise InputError(
+                "This cache was made for another model, and would be allocated beside that: give "
+                f"load_autosplit {type(cache).__name__}(model, lazy=True) of this one."
+            )
+        if cache.allocated:
+            raise InputError(
+                "load_autosplit needs a cache made with lazy=True that has no tensors yet: it allocates them "
+                "itself. Call cache.release() if what it holds is not needed, or make a new one."
+            )
+
+    def _failure_message(self) -> str:
+        """The first part of the message when memory runs out."""
+        path = self.config.model_dir or "the model"
+        stored = _stored_bytes(Path(path))
+        weights = f" ({format_bytes(stored)} of weights)" if stored else ""
+        return f"{path}: the model could not be loaded{weights}"
+
+    def unload(self) -> None:
+        """Release all weights; the model can be loaded again, but its generators cannot continue."""
+        loaded, self._loaded, self.loaded = self._loaded, None, False
+        if loaded is None:
+            return
+        for runner in self._runners:
+            runner.release_model()
+        self._runners.clear()
+        if loaded.driver is not None:
+            loaded.driver.close()
+        on_gpu = any(info.device.type == "cuda" for info in loaded.module_devices)
+        del loaded
+        release_pool()
+        if on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def plan(
+        self,
+        context: int,
+        users: int = 1,
+        cache: type[CacheBase] = Cache,
+        memory: Sequence[float] | None = None,
+        reserve_vram: int | Sequence[int] | None = None,
+    ) -> Budget:
+        """The memory that the model and a cache of this size would need on each device; loads nothing.
+
+        `memory`: GB of each of some hypothetical GPUs, instead of this machine's devices.
+        """
+        for name, count in (("context", context), ("users", users)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, found {count!r}.")
+        if memory is None:
+            config, devices = self._config_and_devices()
+        else:
+            config, devices = self.config.freeze(), hypothetical_devices(memory)
+        source = self.open_checkpoint(config)
+        profile = compute_profile(config, devices, hypothetical=memory is not None)
+        owner = CacheOwnerInfo(kv_shapes(config.spec), profile.dtype)
+        page_bytes = cache(owner, max_seq_len=PAGE_SIZE, lazy=True).layer_bytes()
+
+        def estimate_at(tokens: int) -> list[ModuleMemory]:
+            num_pages = -(-tokens // PAGE_SIZE) * users
+            return estimate_modules(
+                replace(config, max_seq_len=tokens),
+                source,
+                replace(profile, num_cached_tokens=num_pages * PAGE_SIZE),
+                [num_pages * layer_bytes for layer_bytes in page_bytes],
+            )
+
+        return estimate_budget(estimate_at, device_capacities(devices, reserve_vram), context)
+
+    def summary(self) -> Summary:
+        """The model's size and formats, from its files' headers."""
+        frozen = self.config.freeze()
+        return summarize(frozen, self.open_checkpoint(frozen))
+
+    def explain(self) -> str:
+        """Which backend runs each part, and why."""
+        if self._loaded is None:
+            raise NotLoaded("Kernels are chosen while loading: call model.load() first.")
+        return self._loaded.explain()
+
+    @property
+    def tp_context(self) -> int | None:
+        """The number of ranks after `load_tp` or `load_pipeline`; None after `load`, and before loading."""
+        return None if self._loaded is None else self._loaded.num_ranks or None
+
+    @property
+    def placement(self) -> list[str]:
+        """The device of each module: the embedding, every layer, the head; empty before loading."""
+        return [] if self._loaded is None else [device.name for device in self._loaded.module_devices]
+
+    @property
+    def modules(self) -> list[LegacyModule]:
+        """The modules as exllamav2 lists them, read-only."""
+        layers = len((self._loaded or self).config.spec.layers)
+        keys = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(layers)), "lm_head"]
+        names = ["Embedding", *["Layer"] * layers, "Head"]
+        indices: list[int | None] = [None] * len(keys)
+        if self._loaded is not None:
+            devices = [info.device for info in self._loaded.module_devices]
+            indices = [-1 if device.type == "cpu" else device.index or 0 for device in devices]
+        return [LegacyModule(*module) for module in zip(keys, names, indices, strict=True)]
+
+    @modules.setter
+    def modules(self, value: object) -> None:
+        raise Unsupported(
+            "Layers cannot be exchanged in a loaded model, since several of them may be one call. Write the "
+            "layers that you want into a model folder and load that."
+        )
+
+    @property
+    def modules_dict(self) -> dict[str, LegacyModule]:
+        """`modules` by key."""
+        return {module.key: module for module in self.modules}
+
+    def get_modules(self) -> list[LegacyModule]:
+        """`modules`."""
+        return self.modules
 
     @property
     def max_seq_len(self) -> int:
@@ -70,7 +433,7 @@ class Model(LoadableModel):
     def cache_dtype(self) -> torch.dtype:
         """The precision of computed keys and values, also before loading."""
         if self._loaded is not None:
-            return self._loaded.module_backends[0].dtype
+            return self._loaded.dtype
         return model_dtype(*self._config_and_devices())
 
     @property
@@ -87,9 +450,8 @@ class Model(LoadableModel):
 
     def model_handle(self) -> ModelHandle:
         """The loaded modules, for `lora`."""
-        frozen, decoder, backends = self._require_loaded()
-        assert self._loaded is not None
-        return ModelHandle(decoder, self._loaded.full_spec or frozen.spec, self._loaded.device_of, backends.dtype)
+        loaded = self._require_loaded()
+        return ModelHandle(loaded.decoder, loaded.full_spec or loaded.config.spec, loaded.device_of, loaded.dtype)
 
     def make_extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> SequenceExtras:
         """Check a prompt's ids, LoRAs and embeddings; returns what it has besides its ids.
@@ -97,14 +459,15 @@ class Model(LoadableModel):
         `loras`: a LoRA or a list of them, each maybe in a pair with its scale; `embeddings`:
         the `MMEmbedding` objects whose ids are in the prompt.
         """
-        frozen, decoder, _ = self._require_loaded()
-        mm_embeddings = check_embeddings(embeddings, frozen.spec.hidden)
-        check_ids(ids, mm_embeddings, frozen.spec.vocab)
+        loaded = self._require_loaded()
+        model, decoder = loaded.config.spec, loaded.decoder
+        mm_embeddings = check_embeddings(embeddings, model.hidden)
+        check_ids(ids, mm_embeddings, model.vocab)
         return SequenceExtras(
             active_loras(decoder, loras),
             mm_embeddings,
             tuple(lora for lora, _ in resolve_loras(decoder, loras)),
-            prompt_mrope_positions(frozen.spec, ids, mm_embeddings),
+            prompt_mrope_positions(model, ids, mm_embeddings),
         )
 
     def wrap_embeddings(self, text: str, embeddings: Any) -> list[MMEmbedding]:
@@ -123,18 +486,17 @@ class Model(LoadableModel):
 
     def runner(self, cache: CacheBase) -> PagedModelRunner:
         """The generator's runner over this cache."""
-        frozen, decoder, backends = self._require_loaded()
-        assert self._loaded is not None
+        loaded = self._require_loaded()
         self._check_cache_shapes(cache)
-        mrope = uses_mrope(frozen.spec)
-        runner = PagedModelRunner(decoder, cache, backends.device, mrope, self._loaded.max_graph_tokens)
+        mrope = uses_mrope(loaded.config.spec)
+        runner = PagedModelRunner(loaded.decoder, cache, loaded.device, mrope, loaded.max_graph_tokens)
         self._runners.add(runner)
         return runner
 
     @property
     def backends(self) -> Sequence[Backend]:
         """The backends of the first module, fastest first."""
-        return self._require_loaded()[2].backends
+        return self._require_loaded().module_backends[0].backends
 
     # Forward
 
@@ -178,9 +540,12 @@ class Model(LoadableModel):
         `positions`. A list of caches has one for each row.
         """
         if cache is not None and not isinstance(cache, CacheBase):
-            return _forward_per_row_caches(
-                self.forward,
-                *(input_ids, cache, input_mask, position_offsets, positions),
+            return self._forward_per_row(
+                input_ids,
+                cache,
+                input_mask,
+                position_offsets,
+                positions,
                 preprocess_only=preprocess_only,
                 last_id_only=last_id_only,
                 loras=loras,
@@ -189,19 +554,35 @@ class Model(LoadableModel):
                 cpu_logits=cpu_logits,
                 indexed_embeddings=indexed_embeddings,
             )
-        frozen, decoder, backends = self._require_loaded()
+        loaded = self._require_loaded()
+        config, decoder = loaded.config, loaded.decoder
         if cache is not None:
             self._check_cache_shapes(cache)
         request = check_forward_inputs(
-            *(frozen, input_ids, cache, input_mask, position_offsets, positions),
-            *(backends.device, active_loras(decoder, loras), indexed_embeddings),
+            config,
+            input_ids,
+            cache,
+            input_mask,
+            position_offsets,
+            positions,
+            loaded.device,
+            active_loras(decoder, loras),
+            indexed_embeddings,
         )
-        requested = requested_outputs(frozen, request, preprocess_only, last_id_only)
+        requested = requested_outputs(config, request, preprocess_only, last_id_only)
+        layers: Sequence[LayerKVCache] = cache.layers if cache is not None else [NoCache()] * len(decoder.blocks)
+        width = cache.pages_per_row if cache is not None else 1
+        pages = torch.arange(request.rows * width, device=loaded.device).view(request.rows, width)
         collected: list[Tensor] = []
-        state: Tensor | None = None
-        for logits, state in self._forward_chunks(request, cache, requested, abort_event):
-            if state is None:
+        for start, stop in chunk_ranges(config, request, cache is not None):
+            if abort_event is not None and abort_event.is_set():
                 return None
+            before_last = requested == "last" and stop < request.tokens
+            batch = request.chunk_batch(start, stop, pages, "none" if before_last else requested)
+            logits, state = decoder.forward(batch, layers)
+            if cache is not None:
+                cache.current_seq_len += stop - start
+                cache.last_writer = None
             if logits is not None:
                 collected.append(logits.cpu() if cpu_logits else logits)
         if preprocess_only:
@@ -209,26 +590,41 @@ class Model(LoadableModel):
         all_logits = collected[0] if len(collected) == 1 else torch.cat(collected, 1)
         return (all_logits, state) if return_last_state else all_logits
 
-    def _forward_chunks(
-        self, request: ForwardRequest, cache: CacheBase | None, requested: Outputs, abort: threading.Event | None
-    ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Logits and last state of each chunk; (None, None) ends an aborted call."""
-        frozen, decoder, backends = self._require_loaded()
-        layers: Sequence[LayerKVCache] = cache.layers if cache is not None else [NoCache()] * len(decoder.blocks)
-        width = cache.pages_per_row if cache is not None else 1
-        pages = torch.arange(request.rows * width, device=backends.device).view(request.rows, width)
-        for start, stop in chunk_ranges(frozen, request, cache is not None):
-            if abort is not None and abort.is_set():
-                yield None, None
-                return
-            before_last = requested == "last" and stop < request.tokens
-            output = decoder.forward(
-                request.chunk_batch(start, stop, pages, "none" if before_last else requested), layers
+    def _forward_per_row(
+        self,
+        ids: Tensor,
+        caches: Sequence[CacheBase],
+        input_mask: Tensor | None,
+        position_offsets: Tensor | None,
+        positions: Tensor | None,
+        **options: Any,
+    ) -> Any:
+        """`forward` with a cache for each row: one row after the other, then concatenated."""
+        if not isinstance(caches, list | tuple) or not all(isinstance(one, CacheBase) for one in caches):
+            raise InputError(f"cache must be a cache or a list of caches, found {type(caches).__name__}.")
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(caches) != len(ids) or len(ids) == 0:
+            found = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            raise InputError(f"A list of {len(caches)} caches needs as many rows of input_ids, found {found}.")
+        if len(set(map(id, caches))) < len(caches):
+            raise InputError("A list of caches has one for each row; one of them is in it twice.")
+        for cache in caches:
+            check_cache_room(cache, 1, ids.shape[1])  # check all rows before any is computed
+        outputs = [
+            self.forward(
+                ids[i : i + 1],
+                cache,
+                input_mask=None if input_mask is None else input_mask[i : i + 1],
+                position_offsets=None if position_offsets is None else position_offsets[i : i + 1],
+                positions=None if positions is None else positions[..., i : i + 1, :],
+                **options,
             )
-            if cache is not None:
-                cache.current_seq_len += stop - start
-                cache.last_writer = None
-            yield output
+            for i, cache in enumerate(caches)
+        ]
+        if any(output is None for output in outputs):
+            return None
+        if isinstance(outputs[0], tuple):
+            return tuple(torch.cat(column) for column in zip(*outputs, strict=True))
+        return torch.cat(outputs)
 
     def _check_cache_shapes(self, cache: CacheBase) -> None:
         """Raise for a cache with other layer shapes, since kernels write by the model's own."""
@@ -238,47 +634,10 @@ class Model(LoadableModel):
                 f"this model {_describe_shapes(own)}. Make one with {type(cache).__name__}(model)."
             )
 
-    def _require_loaded(self) -> tuple[FrozenConfig, Decoder, BackendList]:
+    def _require_loaded(self) -> LoadedModel:
         if self._loaded is None:
             raise NotLoaded("The model has no weights in memory: call model.load() first.")
-        return self._loaded.config, self._loaded.decoder, self._loaded.module_backends[0]
-
-
-def _forward_per_row_caches(
-    forward: Callable[..., Any],
-    ids: Tensor,
-    caches: Sequence[CacheBase],
-    input_mask: Tensor | None,
-    position_offsets: Tensor | None,
-    positions: Tensor | None,
-    **options: Any,
-) -> Any:
-    """`forward` with a cache for each row: one row after the other, then concatenated."""
-    if not isinstance(caches, list | tuple) or not all(isinstance(one, CacheBase) for one in caches):
-        raise InputError(f"cache must be a cache or a list of caches, found {type(caches).__name__}.")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or len(caches) != len(ids) or len(ids) == 0:
-        found = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise InputError(f"A list of {len(caches)} caches needs as many rows of input_ids, found {found}.")
-    if len(set(map(id, caches))) < len(caches):
-        raise InputError("A list of caches has one for each row; one of them is in it twice.")
-    for cache in caches:
-        check_cache_room(cache, 1, ids.shape[1])  # check all rows before any is computed
-    outputs = [
-        forward(
-            ids[i : i + 1],
-            cache,
-            input_mask=None if input_mask is None else input_mask[i : i + 1],
-            position_offsets=None if position_offsets is None else position_offsets[i : i + 1],
-            positions=None if positions is None else positions[..., i : i + 1, :],
-            **options,
-        )
-        for i, cache in enumerate(caches)
-    ]
-    if any(output is None for output in outputs):
-        return None
-    if isinstance(outputs[0], tuple):
-        return tuple(torch.cat(column) for column in zip(*outputs, strict=True))
-    return torch.cat(outputs)
+        return self._loaded
 
 
 def _describe_shapes(shapes: Sequence[LayerShape]) -> str:
@@ -286,3 +645,68 @@ def _describe_shapes(shapes: Sequence[LayerShape]) -> str:
     heads, sizes = ({getattr(shape, name) for shape in shapes} for name in ("kv_heads", "head_dim"))
     described = ["/".join(map(str, sorted(found))) for found in (heads, sizes)]
     return f"{len(shapes)} layers with {described[0]} heads of {described[1]}"
+
+
+def _run_load(
+    load_gen: Callable[..., Iterator[Any]],
+    callback: ProgressCallback | None,
+    callback_gen: ProgressGenerator | None,
+    progress: bool,
+) -> None:
+    """Run a load to its end; `progress` draws a bar on standard error."""
+    if not progress:
+        deque(load_gen(callback=callback, callback_gen=callback_gen), maxlen=0)
+        return
+    if callback is not None:
+        raise InputError("Give a callback or progress=True, not both.")
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("Loading", total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        deque(load_gen(callback=update, callback_gen=callback_gen), maxlen=0)
+
+
+def _stored_bytes(path: Path) -> int:
+    """Bytes of a model's weight files; 0 if they cannot be read."""
+    files = [path] if path.suffix == ".gguf" else path.glob("*.safetensors")
+    try:
+        return sum(file.stat().st_size for file in files)
+    except OSError:
+        return 0
+
+
+class LegacyModule:
+    """A module as exllamav2 lists it: the embedding, a layer or the head. It computes nothing."""
+
+    def __init__(self, key: str, name: str, device_idx: int | None) -> None:
+        self.key = key
+        self.name = name
+        self._device_idx = device_idx
+
+    @property
+    def device_idx(self) -> int | None:
+        """The number of its GPU; -1: a CPU; None: not loaded."""
+        return self._device_idx
+
+    @device_idx.setter
+    def device_idx(self, value: int | None) -> None:
+        if value != self._device_idx:
+            warnings.warn(
+                f"{self.key} stays where it is: parts go to devices as model.load(gpu_split) or "
+                "model.load_autosplit(cache) say.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def reload(self) -> None:
+        """Do nothing: its weights are on their device."""
+
+    def __repr__(self) -> str:
+        """Its key and device."""
+        return f"{type(self).__name__}({self.key!r}, device_idx={self._device_idx})"

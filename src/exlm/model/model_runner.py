@@ -66,7 +66,7 @@ class PagedModelRunner:
         uses_mrope: bool = False,
         max_graph_tokens: int = 0,
     ) -> None:
-        """`uses_mrope`: positions may have three axes. `max_graph_tokens`: as in `ModelInstance`."""
+        """`uses_mrope`: positions may have three axes. `max_graph_tokens`: as in `LoadedModel`."""
         self.decoder: Decoder | UnloadedDecoder = decoder
         self.cache = cache
         self.device = device

@@ -36,7 +36,7 @@ from ..parallel import Channel, Group, Message, RankDriver
 from ..parallel.workers import RankInfo, accept_workers, connect_to_driver, file_store, start_workers, torchrun_rank
 from .decoder import Decoder
 from .devices import DeviceInfo, list_devices
-from .instance import LoadProgress, LoadSteps, ModelInstance, load_modules, open_checkpoint, run_to_end
+from .loader import LoadedModel, LoadProgress, LoadSteps, load_modules, open_checkpoint, run_to_end
 from .placement import (
     SPLIT_REMEDY,
     CacheOwnerInfo,
@@ -174,17 +174,17 @@ def _load_under_torchrun(
 def _connect_ranks(
     strategy: ParallelStrategy,
     frozen: FrozenConfig,
-    own_shard: ModelInstance,
+    own_shard: LoadedModel,
     driver: RankDriver,
     store: Store,
     count: int,
     *,
     local: bool,
-) -> ModelInstance:
+) -> LoadedModel:
     """Connect rank 0's shard with the workers', once every rank has loaded its own."""
     driver.receive_all()
     driver.send_all(Message("open_group"))
-    group = driver.open_group(lambda: Group(store, 0, count, own_shard.devices[0], local))
+    group = driver.open_group(lambda: Group(store, 0, count, own_shard.device, local))
     cache_replicator = WorkerCacheReplicator(driver)
     role_shard = partial(strategy.role_shard, frozen, size=count)
     decoder = DriverDecoder(strategy.connect(own_shard, frozen, group), cache_replicator, role_shard, group.device)
@@ -357,9 +357,9 @@ def _report_failure(channel: Channel, rank: int) -> Iterator[None]:
         sys.exit(1)
 
 
-def worker_loop(channel: Channel, loaded: ModelInstance, device: torch.device) -> None:
+def worker_loop(channel: Channel, loaded: LoadedModel, device: torch.device) -> None:
     """Run every batch that rank 0 runs, and repeat what it does to caches and LoRAs."""
-    model = CacheOwnerInfo(loaded.layer_shapes, loaded.module_backends[0].dtype, [device] * len(loaded.layer_shapes))
+    model = CacheOwnerInfo(loaded.layer_shapes, loaded.dtype, [device] * len(loaded.layer_shapes))
     caches: dict[int, CacheBase] = {}
     while (message := channel.receive()).action != "stop":
         values = message.values

@@ -26,7 +26,7 @@ from ..parallel import (
 )
 from .decoder import Decoder
 from .devices import DeviceInfo
-from .instance import LoadProgress, LoadSteps, ModelInstance, load_modules, open_checkpoint
+from .loader import LoadedModel, LoadProgress, LoadSteps, load_modules, open_checkpoint
 
 
 class RoleShard(NamedTuple):
@@ -49,7 +49,7 @@ class ParallelStrategy(Protocol):
         """Load a rank's shard."""
         ...
 
-    def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
+    def connect(self, loaded: LoadedModel, config: FrozenConfig, group: Group) -> Decoder:
         """The rank's decoder, connected to the other ranks; `config` describes the whole model."""
         ...
 
@@ -74,7 +74,7 @@ class TensorParallel:
         device_infos = [device_info] * (len(config.spec.layers) + 2)
         return load_modules(sharded_config, source, device_infos, progress, has_embedding=rank == 0)
 
-    def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
+    def connect(self, loaded: LoadedModel, config: FrozenConfig, group: Group) -> Decoder:
         """Add all-reduces, the head's gather and the embedding's broadcast."""
         decoder = loaded.decoder
         combine_ranks(decoder, config.spec, group)
@@ -111,7 +111,7 @@ class PipelineParallel:
         has_ends = {"has_embedding": rank == 0, "has_head": rank == size - 1}
         return load_modules(stage_config, source, device_infos, progress, **has_ends)
 
-    def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
+    def connect(self, loaded: LoadedModel, config: FrozenConfig, group: Group) -> Decoder:
         """Send hidden states from rank to rank, and the logits to rank 0."""
         return PipelineStage(loaded.decoder, group, config.spec.hidden, config.spec.vocab, _residual_dtype(loaded))
 
@@ -170,6 +170,6 @@ class PipelineStage(Decoder):
 STRATEGIES: dict[str, ParallelStrategy] = {"tensor": TensorParallel(), "pipeline": PipelineParallel()}
 
 
-def _residual_dtype(loaded: ModelInstance) -> torch.dtype:
+def _residual_dtype(loaded: LoadedModel) -> torch.dtype:
     """The precision of the residual stream."""
-    return torch.float32 if loaded.config.spec.fp32_residual else loaded.module_backends[0].dtype
+    return torch.float32 if loaded.config.spec.fp32_residual else loaded.dtype

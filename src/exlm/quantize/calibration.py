@@ -206,7 +206,7 @@ def sample_rows(loader: LayerLoader, prompts: Tensor, length: int, banned: Seque
 
     The whole model is in memory meanwhile, in floats. Tokens in `banned` are never sampled.
     """
-    decoder, device = deque(loader.build(), maxlen=1).pop(), loader.backends.device
+    decoder, device = deque(loader.build(), maxlen=1).pop(), loader.device
     generator = torch.Generator(device).manual_seed(seed)
     never = torch.tensor(banned, dtype=torch.long, device=device)
     out = []

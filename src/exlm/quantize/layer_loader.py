@@ -61,6 +61,11 @@ class LayerLoader(Builder):
 
     linears: dict[str, HookedLinear] = field(default_factory=dict)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of all modules."""
+        return self.module_backends[0].device
+
     def read_linear(self, role: str) -> Callable[[], Linear]:
         """Read a matrix now and build its module later."""
         return partial(self.bind_linear, role, self.read_weight(role))
@@ -68,9 +73,8 @@ class LayerLoader(Builder):
     def bind_linear(self, role: str, weight: Weight) -> Linear:
         """A matrix as a module, dequantised if it is packed."""
         if isinstance(weight, PackedWeight):
-            device, dtype = self.backends.device, self.backends.dtype
-            bias = None if weight.bias is None else weight.bias.to(device, dtype)
-            weight = DenseWeight(dequantize_in_chunks(weight).to(device, dtype), bias)
+            bias = None if weight.bias is None else weight.bias.to(self.device, torch.float32)
+            weight = DenseWeight(dequantize_in_chunks(weight).to(self.device, torch.float32), bias)
         assert isinstance(weight, DenseWeight)
         self.linears[role] = linear = HookedLinear(weight)
         return Linear(linear, weight.in_features, weight.out_features)
@@ -100,7 +104,8 @@ class LayerLoader(Builder):
 
 def layer_loader(config: FrozenConfig, source: WeightSource, length: int, device: torch.device) -> LayerLoader:
     """A loader for forward passes of at most `length` tokens per row."""
-    return LayerLoader(config.spec, source, BackendList([ReferenceBackend(device, torch.float32)]), length)
+    backends = BackendList([ReferenceBackend(device, torch.float32)])
+    return LayerLoader(config.spec, source, [backends] * (len(config.spec.layers) + 2), length)
 
 
 class KVBuffer:

@@ -198,7 +198,7 @@ def calibrate(ctx: QuantContext) -> list[Batch]:
     """The calibration text as forward passes of about PASS_TOKENS tokens."""
     ids = calibration_ids(ctx)
     rows = max(1, PASS_TOKENS // ids.shape[1])
-    device = ctx.loader.backends.device
+    device = ctx.loader.device
     return [make_batch(ids[a : a + rows].to(device)) for a in range(0, len(ids), rows)]
 
 
@@ -558,7 +558,7 @@ def report(ctx: QuantContext, output: OutputOptions, folder: Path) -> Quality | 
     if not output.report and max_kld is None:
         return None
     ctx.report_progress(0, "evaluating the result")
-    quality = evaluate_model(folder, source, device=str(ctx.loader.backends.device), speed=output.report)
+    quality = evaluate_model(folder, source, device=str(ctx.loader.device), speed=output.report)
     assert quality.kl is not None
     if max_kld is not None and quality.kl > max_kld:
         message = f"a divergence of {quality.kl:.3g} was found, at most {max_kld:g} was asked for."

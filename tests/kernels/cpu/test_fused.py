@@ -84,7 +84,7 @@ def test_whole_layers_say_what_plain_blocks_say(
 ) -> None:
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path_factory.mktemp("tiny"), shape)
-    _, decoder, _ = model._require_loaded()
+    decoder = model._require_loaded().decoder
     if not isinstance(decoder.blocks[0], FusedBlock):
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
     whole = [block.fused_layer is not None for block in decoder.blocks if isinstance(block, FusedBlock)]
@@ -118,7 +118,7 @@ def test_prompts_are_whole_layers_too(
 ) -> None:
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path_factory.mktemp("tiny"), "tiny")
-    _, decoder, _ = model._require_loaded()
+    decoder = model._require_loaded().decoder
     fused = [block for block in decoder.blocks if isinstance(block, FusedBlock)]
     if not fused:
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
@@ -141,7 +141,7 @@ def test_a_step_over_another_cache_reads_that_one(tmp_path: Path, monkeypatch: p
     """What C was told of a cache is told again for another, and for one that takes a dead one's place."""
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path, "tiny")
-    if model._require_loaded()[1].fused is None:
+    if model._require_loaded().decoder.fused is None:
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
     ids = torch.arange(40)[None] * 7 % 512
     whole = model.forward(ids, Cache(model, max_seq_len=256))
@@ -162,7 +162,7 @@ def test_a_step_over_another_cache_reads_that_one(tmp_path: Path, monkeypatch: p
 def test_a_stack_is_gone_once_a_module_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path, "tiny")
-    _, decoder, _ = model._require_loaded()
+    decoder = model._require_loaded().decoder
     if decoder.fused is None:
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
     ids, seen = torch.arange(1, 5)[None], []
