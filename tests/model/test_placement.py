@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm.errors import DoesNotFit
-from exlm.model.placement import DeviceCapacity, ModuleMemory, device_loads, format_bytes, place_modules
+from exlm.model.placement import DeviceBudget, ModuleMemory, device_loads, format_bytes, place_modules
 
 SMALL = st.integers(0, 12)
 
@@ -25,22 +25,22 @@ def module_lists(draw: st.DrawFn) -> list[ModuleMemory]:
 
 
 MODULES = module_lists()
-CAPACITIES = st.lists(st.builds(DeviceCapacity, st.just("device"), st.integers(0, 60)), min_size=1, max_size=4)
+CAPACITIES = st.lists(st.builds(DeviceBudget, st.just("device"), st.integers(0, 60)), min_size=1, max_size=4)
 
 
-def is_valid_placement(modules: list[ModuleMemory], placement: list[int], capacities: list[DeviceCapacity]) -> bool:
+def is_valid_placement(modules: list[ModuleMemory], placement: list[int], capacities: list[DeviceBudget]) -> bool:
     """Whether all modules fit, computed independently."""
     for index, capacity in enumerate(capacities):
         placed = [module for module, device in zip(modules, placement, strict=True) if device == index]
         needed = sum(m.weights + m.cache for m in placed) + max((m.workspace for m in placed), default=0)
         needed += 0 if placement[0] == index else sum(m.shared for m in placed)
-        if needed > capacity.free:
+        if needed > capacity.usable:
             return False
     return True
 
 
 @given(MODULES, CAPACITIES)
-def test_a_placement_is_found_if_there_is_one(modules: list[ModuleMemory], capacities: list[DeviceCapacity]) -> None:
+def test_a_placement_is_found_if_there_is_one(modules: list[ModuleMemory], capacities: list[DeviceBudget]) -> None:
     placements = combinations_with_replacement(range(len(capacities)), len(modules))
     possible = [list(placement) for placement in placements if is_valid_placement(modules, list(placement), capacities)]
     if not possible:
@@ -50,27 +50,27 @@ def test_a_placement_is_found_if_there_is_one(modules: list[ModuleMemory], capac
     found = place_modules(modules, capacities, "Turn this.")
     assert found in possible
     assert found == min(possible)  # the first devices are filled first
-    loads = device_loads(modules, found, len(capacities))
-    assert all(load.total <= capacity.free for load, capacity in zip(loads, capacities, strict=True))
+    loads = device_loads(modules, found, capacities)
+    assert all(load.total <= capacity.usable for load, capacity in zip(loads, capacities, strict=True))
 
 
 @given(MODULES, CAPACITIES, st.integers(0, 3), st.integers(0, 20))
 def test_more_memory_never_hurts(
-    modules: list[ModuleMemory], capacities: list[DeviceCapacity], which: int, more: int
+    modules: list[ModuleMemory], capacities: list[DeviceBudget], which: int, more: int
 ) -> None:
     try:
         place_modules(modules, capacities, "")
     except DoesNotFit:
         return
     which %= len(capacities)
-    larger = [DeviceCapacity(c.name, c.free + (more if i == which else 0)) for i, c in enumerate(capacities)]
+    larger = [DeviceBudget(c.name, c.usable + (more if i == which else 0)) for i, c in enumerate(capacities)]
     place_modules(modules, larger, "")
 
 
 def test_the_error_has_the_numbers_and_the_remedy() -> None:
     modules = [ModuleMemory("embedding", 3 << 30), ModuleMemory("layers.0", 2 << 30, 1 << 30, 1 << 30)]
     with pytest.raises(DoesNotFit) as caught:
-        place_modules(modules, [DeviceCapacity("cuda:0", 4 << 30)], "Lower max_seq_len.")
+        place_modules(modules, [DeviceBudget("cuda:0", 4 << 30)], "Lower max_seq_len.")
     for words in (
         "1 of 2 modules fit",
         "layers.0",

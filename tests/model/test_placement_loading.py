@@ -30,7 +30,7 @@ from exlm.errors import DoesNotFit
 from exlm.model.devices import DeviceInfo, list_devices
 from exlm.model.loader import open_checkpoint
 from exlm.model.multiprocess import rank_devices
-from exlm.model.placement import ComputeProfile, DeviceCapacity, compute_profile, estimate_modules
+from exlm.model.placement import ComputeProfile, DeviceBudget, compute_profile, estimate_modules
 from exlm.nn.block import DeviceTransfer
 from exlm.spec.model import matrices
 from tests import tiny
@@ -219,8 +219,8 @@ def live_tensor_bytes() -> int:
 
 def test_ranks_use_present_devices(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     gpus = [DeviceInfo(f"cuda:{i}", torch.device("cuda", i), 0) for i in range(2)]
-    assert rank_devices(gpus[:1], [16, 24]) == (gpus[:1], [DeviceCapacity("cuda:0", 16 << 30)])
-    assert rank_devices(gpus, [0, 24, 0, 8]) == (gpus[1:], [DeviceCapacity("cuda:1", 24 << 30)])
+    assert rank_devices(gpus[:1], [16, 24]) == (gpus[:1], [DeviceBudget("cuda:0", 16 << 30)])
+    assert rank_devices(gpus, [0, 24, 0, 8]) == (gpus[1:], [DeviceBudget("cuda:1", 24 << 30)])
     ignored = [line.rpartition(": ")[2].partition(" is ignored")[0] for line in caplog.messages]
     assert ignored == ["[24]", "[0, 8]"]
     with pytest.raises(InputError, match=r"\[0, 0, 8\] gives nothing to the devices .* \(cuda:0, cuda:1\)"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ class ThreadParallelModel:
     def __init__(self, config: Config, size: int) -> None:
         self.frozen = config.freeze()
         self.ranks = load_shards(self.frozen, size)
-        role_shard = partial(TensorParallel().role_shard, self.frozen, size=size)
+        role_shard = TensorParallel(self.frozen, size).role_shard
         self.decoder = DriverDecoder(self.ranks[0].decoder, ThreadDriver(self.ranks), role_shard, CPU)  # type: ignore[arg-type]
 
     def model_handle(self) -> ModelHandle:
@@ -98,7 +97,7 @@ def test_pipeline_ranks_have_each_matrix_once(tmp_path: Path, size: int) -> None
         found = [
             (rank, role_shard)
             for rank in range(size)
-            if (role_shard := PipelineParallel().role_shard(config, role, rank, size))
+            if (role_shard := PipelineParallel(config, size).role_shard(role, rank))
         ]
         assert len(found) == 1
         ((rank, role_shard),) = found

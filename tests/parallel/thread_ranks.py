@@ -88,8 +88,8 @@ def load_shards(config: FrozenConfig, size: int) -> list[LoadedModel]:
     """All ranks' shards of a model, connected by one barrier."""
     exchange_barrier, device_info, out = ExchangeBarrier(size), DeviceInfo("cpu", CPU, 0), []
     for rank in range(size):
-        loaded = run_to_end(TensorParallel().load(config, rank, size, device_info, LoadProgress()))
-        TensorParallel().connect(loaded, config, ThreadGroup(exchange_barrier, rank))  # type: ignore[arg-type]
+        loaded = run_to_end(TensorParallel(config, size).load(rank, device_info, LoadProgress()))
+        TensorParallel(config, size).connect(loaded, ThreadGroup(exchange_barrier, rank))  # type: ignore[arg-type]
         out.append(loaded)
     return out
 

@@ -21,7 +21,7 @@ from ..config import FrozenConfig
 from ..env import legacy_switches
 from ..kernels.dispatch import BackendList, backends_for
 from ..kernels.interface import FUSE_MAX_TOKENS
-from ..kvcache import CacheReplicator, LayerShape
+from ..kvcache import PAGE_SIZE, CacheReplicator, LayerShape
 from ..nn import Batch
 from ..nn.block import no_transfer
 from ..parallel import RankDriver
@@ -177,6 +177,17 @@ def run_one_token(decoder: Decoder, device: torch.device) -> int:
 
 LoadSteps = Generator[Any, None, LoadedModel]
 """A load in progress: yields what `callback_gen` yields, returns the model."""
+
+
+@dataclass(frozen=True)
+class CacheOwnerInfo:
+    """A `CacheOwner` without a model: the plan of one, or a rank's shard."""
+
+    cache_shapes: Sequence[LayerShape]
+    cache_dtype: torch.dtype
+    cache_devices: Sequence[torch.device] | None = None
+    cache_max_seq_len: int = PAGE_SIZE
+    cache_replicator: None = None
 
 
 def kv_shapes(model: spec.Model) -> list[LayerShape]:

@@ -46,6 +46,7 @@ from .inputs import (
     uses_mrope,
 )
 from .loader import (
+    CacheOwnerInfo,
     LoadedModel,
     LoadProgress,
     LoadSteps,
@@ -63,7 +64,6 @@ from .placement import (
     CACHE_REMEDY,
     SPLIT_REMEDY,
     Budget,
-    CacheOwnerInfo,
     ModuleMemory,
     compute_profile,
     device_capacities,

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,10 @@ from ..parallel import Channel, Group, Message, RankDriver
 from ..parallel.workers import RankInfo, accept_workers, connect_to_driver, file_store, start_workers, torchrun_rank
 from .decoder import Decoder
 from .devices import DeviceInfo, list_devices
-from .loader import LoadedModel, LoadProgress, LoadSteps, load_modules, open_checkpoint, run_to_end
+from .loader import CacheOwnerInfo, LoadedModel, LoadProgress, LoadSteps, load_modules, open_checkpoint, run_to_end
 from .placement import (
     SPLIT_REMEDY,
-    CacheOwnerInfo,
-    DeviceCapacity,
+    DeviceBudget,
     check_gpu_split,
     compute_profile,
     estimate_modules,
@@ -64,7 +62,7 @@ RoleShardFn = Callable[[str, int], RoleShard | None]
 
 
 def load_parallel(
-    strategy: str,
+    name: str,
     config: Config,
     device_infos: Sequence[DeviceInfo],
     gpu_split: Sequence[float] | None,
@@ -76,27 +74,28 @@ def load_parallel(
     """
     frozen = config.freeze()
     if (rank_info := torchrun_rank()) is not None:
-        return (yield from _load_under_torchrun(STRATEGIES[strategy], frozen, rank_info, device_infos, progress))
-    devices, capacities = rank_devices(device_infos, gpu_split)
-    STRATEGIES[strategy].check(frozen, len(devices))
+        strategy = STRATEGIES[name](frozen, rank_info.size)
+        return (yield from _load_under_torchrun(strategy, rank_info, device_infos, progress))
+    devices, budgets = rank_devices(device_infos, gpu_split)
+    strategy = STRATEGIES[name](frozen, len(devices))
     if len({info.device.type for info in devices}) > 1:
         names = ", ".join(info.name for info in devices)
         raise Unsupported(f"Ranks must be all on GPUs or all on CPUs, found {names}: change config.device.")
-    if capacities:
-        _check_rank_memory(frozen, device_infos, capacities)
+    if budgets:
+        _check_rank_memory(frozen, device_infos, budgets)
     if len(devices) == 1:
         modules = [devices[0]] * (len(frozen.spec.layers) + 2)
         single = yield from load_modules(frozen, open_checkpoint(frozen), modules, progress)
         return replace(single, num_ranks=1)
-    with _spawned_workers(strategy, config, devices) as (driver, store):
-        loaded = yield from STRATEGIES[strategy].load(frozen, 0, len(devices), devices[0], progress)
-        return _connect_ranks(STRATEGIES[strategy], frozen, loaded, driver, store, len(devices), local=True)
+    with _spawned_workers(name, config, devices) as (driver, store):
+        loaded = yield from strategy.load(0, devices[0], progress)
+        return _connect_ranks(strategy, loaded, driver, store, local=True)
 
 
 def rank_devices(
     device_infos: Sequence[DeviceInfo], gpu_split: Sequence[float] | None
-) -> tuple[list[DeviceInfo], list[DeviceCapacity]]:
-    """Each rank's device, and its capacity if `gpu_split` is given.
+) -> tuple[list[DeviceInfo], list[DeviceBudget]]:
+    """Each rank's device, and its usable memory if `gpu_split` is given.
 
     The devices are all, or those that `gpu_split` gives more than 0. On a CPU, `gpu_split` makes as many
     ranks as it has entries.
@@ -106,13 +105,9 @@ def rank_devices(
     check_gpu_split(gpu_split)
     if len(device_infos) == 1 and device_infos[0].device.type == "cpu":
         device_infos = [device_infos[0]] * len(gpu_split)
-    capacities = split_capacities(device_infos, gpu_split)
-    ranks = [
-        (device_info, capacity)
-        for device_info, gb, capacity in zip(device_infos, gpu_split, capacities, strict=False)
-        if gb
-    ]
-    return [device_info for device_info, _ in ranks], [capacity for _, capacity in ranks]
+    budgets = split_capacities(device_infos, gpu_split)
+    chosen = [i for i, gb in enumerate(gpu_split[: len(budgets)]) if gb]
+    return [device_infos[i] for i in chosen], [budgets[i] for i in chosen]
 
 
 @contextmanager
@@ -144,18 +139,15 @@ def _spawned_workers(
 
 def _load_under_torchrun(
     strategy: ParallelStrategy,
-    frozen: FrozenConfig,
     rank_info: RankInfo,
     device_infos: Sequence[DeviceInfo],
     progress: LoadProgress,
 ) -> LoadSteps:
     """`load_parallel` among processes that torchrun started."""
-    strategy.check(frozen, rank_info.size)
     own_device = device_infos[dist.get_node_local_rank(0) % len(device_infos)]
     if rank_info.rank:
         channel = connect_to_driver(rank_info)
-        store, rank, size = rank_info
-        run_worker(channel, strategy, frozen, rank, size, own_device, store, local=False)
+        run_worker(channel, strategy, rank_info.rank, own_device, rank_info.store, local=False)
         channel.close()
         sys.exit(0)
     if rank_info.store.check(["driver_address"]):
@@ -164,54 +156,46 @@ def _load_under_torchrun(
         )
     driver = RankDriver(accept_workers(rank_info))
     try:
-        loaded = yield from strategy.load(frozen, 0, rank_info.size, own_device, progress)
-        return _connect_ranks(strategy, frozen, loaded, driver, rank_info.store, rank_info.size, local=False)
+        loaded = yield from strategy.load(0, own_device, progress)
+        return _connect_ranks(strategy, loaded, driver, rank_info.store, local=False)
     except BaseException:
         driver.close()
         raise
 
 
 def _connect_ranks(
-    strategy: ParallelStrategy,
-    frozen: FrozenConfig,
-    own_shard: LoadedModel,
-    driver: RankDriver,
-    store: Store,
-    count: int,
-    *,
-    local: bool,
+    strategy: ParallelStrategy, own_shard: LoadedModel, driver: RankDriver, store: Store, *, local: bool
 ) -> LoadedModel:
     """Connect rank 0's shard with the workers', once every rank has loaded its own."""
     driver.receive_all()
     driver.send_all(Message("open_group"))
-    group = driver.open_group(lambda: Group(store, 0, count, own_shard.device, local))
+    group = driver.open_group(lambda: Group(store, 0, strategy.size, own_shard.device, local))
     cache_replicator = WorkerCacheReplicator(driver)
-    role_shard = partial(strategy.role_shard, frozen, size=count)
-    decoder = DriverDecoder(strategy.connect(own_shard, frozen, group), cache_replicator, role_shard, group.device)
+    connected = strategy.connect(own_shard, group)
     return replace(
         own_shard,
-        decoder=decoder,
-        num_ranks=count,
+        decoder=DriverDecoder(connected, cache_replicator, strategy.role_shard, group.device),
+        num_ranks=strategy.size,
         driver=driver,
         cache_replicator=cache_replicator,
-        full_spec=frozen.spec,
+        full_spec=strategy.config.spec,
     )
 
 
 def _check_rank_memory(
-    frozen: FrozenConfig, device_infos: Sequence[DeviceInfo], capacities: Sequence[DeviceCapacity]
+    frozen: FrozenConfig, device_infos: Sequence[DeviceInfo], budgets: Sequence[DeviceBudget]
 ) -> None:
     """Raise `DoesNotFit` if `gpu_split` gives a rank less memory than its shard needs."""
     modules = estimate_modules(
         frozen, open_checkpoint(frozen), compute_profile(frozen, device_infos), [0] * len(frozen.spec.layers)
     )
-    share = sum(module.weights + module.shared for module in modules[1:]) // len(capacities)
-    for rank, capacity in enumerate(capacities):
+    share = sum(module.weights + module.shared for module in modules[1:]) // len(budgets)
+    for rank, budget in enumerate(budgets):
         needed = share + (modules[0].weights if rank == 0 else 0)
-        if needed > capacity.free:
+        if needed > budget.usable:
             raise DoesNotFit(
                 f"Rank {rank}'s share of the weights takes {format_bytes(needed)}, but gpu_split gives "
-                f"{capacity.name} {format_bytes(capacity.free)}. {SPLIT_REMEDY}"
+                f"{budget.name} {format_bytes(budget.usable)}. {SPLIT_REMEDY}"
             )
 
 
@@ -314,31 +298,23 @@ def main(task: Mapping[str, Any]) -> None:
         for name, value in task["config"].items():
             setattr(config, name, value)
         store = file_store(task["store"], size)
-        device_info, strategy = list_devices(task["device"])[0], STRATEGIES[task["strategy"]]
-        run_worker(channel, strategy, config.freeze(), rank, size, device_info, store, local=True)
+        strategy = STRATEGIES[task["strategy"]](config.freeze(), size)
+        run_worker(channel, strategy, rank, list_devices(task["device"])[0], store, local=True)
 
 
 def run_worker(
-    channel: Channel,
-    strategy: ParallelStrategy,
-    config: FrozenConfig,
-    rank: int,
-    size: int,
-    device_info: DeviceInfo,
-    store: Store,
-    *,
-    local: bool,
+    channel: Channel, strategy: ParallelStrategy, rank: int, device_info: DeviceInfo, store: Store, *, local: bool
 ) -> None:
     """Load the shard, open the process group, run the worker loop; rank 0 gets a failure's message."""
     with _report_failure(channel, rank):
         if device_info.device.type == "cuda":
             torch.cuda.set_device(device_info.device)
-        loaded = run_to_end(strategy.load(config, rank, size, device_info, LoadProgress()))
+        loaded = run_to_end(strategy.load(rank, device_info, LoadProgress()))
         channel.send(Message("loaded"))
         if channel.receive().action != "open_group":
             return
-        group = Group(store, rank, size, device_info.device, local)
-        loaded = replace(loaded, decoder=strategy.connect(loaded, config, group))
+        group = Group(store, rank, strategy.size, device_info.device, local)
+        loaded = replace(loaded, decoder=strategy.connect(loaded, group))
         with torch.no_grad(), closing(group):
             worker_loop(channel, loaded, device_info.device)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from ..config import FrozenConfig
 from ..errors import DoesNotFit, InputError
 from ..kernels.dispatch import backends_for
 from ..kernels.interface import MAX_DEQUANT_BYTES
-from ..kvcache import PAGE_SIZE, LayerShape
+from ..kvcache import PAGE_SIZE
 from ..spec.model import Matrix, matrices
 from .devices import DeviceInfo, pick_dtype
 
@@ -64,76 +64,75 @@ class ModuleMemory:
 
 
 @dataclass(frozen=True)
-class DeviceCapacity:
-    """A device and its usable bytes."""
+class DeviceBudget:
+    """One device's usable memory, and what the modules on it take, in bytes."""
 
     name: str
-    free: int
-
-
-@dataclass(frozen=True)
-class DeviceLoad:
-    """Memory of the modules on one device."""
-
+    usable: int
     weights: int = 0
     cache: int = 0
     workspace: int = 0
-    num_modules: int = 0
+    modules: int = 0
 
     @property
     def total(self) -> int:
         """Weights, cache and workspace."""
         return self.weights + self.cache + self.workspace
 
-    def with_module(self, module: ModuleMemory, has_first: bool) -> DeviceLoad:
+    def with_module(self, module: ModuleMemory, has_first: bool) -> DeviceBudget:
         """With one more module; `has_first`: the model's first module is on this device."""
-        return DeviceLoad(
-            self.weights + module.weights + (0 if has_first else module.shared),
-            self.cache + module.cache,
-            max(self.workspace, module.workspace),
-            self.num_modules + 1,
+        return replace(
+            self,
+            weights=self.weights + module.weights + (0 if has_first else module.shared),
+            cache=self.cache + module.cache,
+            workspace=max(self.workspace, module.workspace),
+            modules=self.modules + 1,
         )
 
 
-def place_modules(modules: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity], remedy: str) -> list[int]:
-    """Each module's device number; each device is filled before the next is used.
+def place_modules(modules: Sequence[ModuleMemory], devices: Sequence[DeviceBudget], remedy: str) -> list[int]:
+    """Each module's device number; each of the empty devices is filled before the next is used.
 
     This finds a placement whenever there is one. If there is none, the error says what does not fit and
     gives the `remedy`.
     """
     placement: list[int] = []
-    device_index, load = 0, DeviceLoad()
+    index, device = 0, devices[0]
     for module in modules:
-        while (
-            grown := load.with_module(module, has_first=device_index == (placement[0] if placement else device_index))
-        ).total > capacities[device_index].free:
-            device_index, load = device_index + 1, DeviceLoad()
-            if device_index == len(capacities):
-                raise _does_not_fit(modules, placement, capacities, remedy)
-        load = grown
-        placement.append(device_index)
+        while True:
+            grown = device.with_module(module, has_first=not placement or placement[0] == index)
+            if grown.total <= device.usable:
+                break
+            index += 1
+            if index == len(devices):
+                raise _does_not_fit(modules, placement, devices, remedy)
+            device = devices[index]
+        device = grown
+        placement.append(index)
     return placement
 
 
-def device_loads(modules: Sequence[ModuleMemory], placement: Sequence[int], num_devices: int) -> list[DeviceLoad]:
-    """Each device's load under a placement."""
-    out = [DeviceLoad()] * num_devices
-    for module, device_index in zip(modules, placement, strict=True):
-        out[device_index] = out[device_index].with_module(module, has_first=device_index == placement[0])
+def device_loads(
+    modules: Sequence[ModuleMemory], placement: Sequence[int], devices: Sequence[DeviceBudget]
+) -> list[DeviceBudget]:
+    """The devices with the modules of a placement."""
+    out = list(devices)
+    for module, index in zip(modules, placement, strict=True):
+        out[index] = out[index].with_module(module, has_first=index == placement[0])
     return out
 
 
 def _does_not_fit(
-    modules: Sequence[ModuleMemory], placed: Sequence[int], capacities: Sequence[DeviceCapacity], remedy: str
+    modules: Sequence[ModuleMemory], placed: Sequence[int], devices: Sequence[DeviceBudget], remedy: str
 ) -> DoesNotFit:
     missing = modules[len(placed)]
-    total_load = device_loads(modules, [0] * len(modules), 1)[0]
-    available = ", ".join(f"{capacity.name} {format_bytes(capacity.free)}" for capacity in capacities)
+    together = device_loads(modules, [0] * len(modules), devices[:1])[0]
+    available = ", ".join(f"{device.name} {format_bytes(device.usable)}" for device in devices)
     return DoesNotFit(
         f"Insufficient memory for model and cache: {len(placed)} of {len(modules)} modules fit, "
-        f"{missing.name} does not. All together need {format_bytes(total_load.total)} (weights "
-        f"{format_bytes(total_load.weights)}, cache "
-        f"{format_bytes(total_load.cache)}, workspace {format_bytes(total_load.workspace)}); "
+        f"{missing.name} does not. All together need {format_bytes(together.total)} (weights "
+        f"{format_bytes(together.weights)}, cache "
+        f"{format_bytes(together.cache)}, workspace {format_bytes(together.workspace)}); "
         f"usable are {available}. {remedy}"
     )
 
@@ -150,29 +149,6 @@ class ComputeProfile:
     dtype: torch.dtype
     uses_reference: bool  # plain torch: dequantises weights and gathers pages in each call
     num_cached_tokens: int = 0  # tokens in the cache, of all sequences
-
-
-@dataclass(frozen=True)
-class CacheOwnerInfo:
-    """A `CacheOwner` without a model."""
-
-    cache_shapes: Sequence[LayerShape]
-    cache_dtype: torch.dtype
-    cache_devices: Sequence[torch.device] | None = None
-    cache_max_seq_len: int = PAGE_SIZE
-    cache_replicator: None = None
-
-
-@dataclass(frozen=True)
-class DeviceBudget:
-    """Memory of one device, in bytes."""
-
-    name: str
-    usable: int
-    weights: int
-    cache: int
-    workspace: int
-    modules: int
 
 
 @dataclass(frozen=True)
@@ -239,8 +215,8 @@ def estimate_modules(
     return modules
 
 
-def device_capacities(device_infos: Sequence[DeviceInfo], reserve: int | Sequence[int] | None) -> list[DeviceCapacity]:
-    """The devices' free memory, less what is reserved."""
+def device_capacities(device_infos: Sequence[DeviceInfo], reserve: int | Sequence[int] | None) -> list[DeviceBudget]:
+    """The devices, empty, with their free memory less what is reserved."""
     numbers = reserve if isinstance(reserve, list | tuple) else [0 if reserve is None else reserve]
     if not all(isinstance(number, int | float) and 0 <= number < 1 << 50 for number in numbers):
         raise InputError(
@@ -253,12 +229,12 @@ def device_capacities(device_infos: Sequence[DeviceInfo], reserve: int | Sequenc
         given = [int(one) for one in numbers_for_devices("reserve_vram", reserve or (), device_infos)]
         reserved = [given[i] if i < len(given) else DEFAULT_RESERVE[min(i, 1)] for i in range(len(device_infos))]
     return [
-        DeviceCapacity(device_info.name, max(0, device_info.free - keep))
+        DeviceBudget(device_info.name, max(0, device_info.free - keep))
         for device_info, keep in zip(device_infos, reserved, strict=True)
     ]
 
 
-def split_capacities(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[float]) -> list[DeviceCapacity]:
+def split_capacities(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[float]) -> list[DeviceBudget]:
     """The devices, each with the GB that `gpu_split` gives for weights."""
     check_gpu_split(gpu_split)
     numbers = numbers_for_devices("gpu_split", gpu_split, device_infos)
@@ -269,7 +245,7 @@ def split_capacities(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[flo
             "number is for the first of them. Leave gpu_split out, or give that device a number above 0."
         )
     return [
-        DeviceCapacity(device_info.name, int(gb * GB)) for device_info, gb in zip(device_infos, numbers, strict=False)
+        DeviceBudget(device_info.name, int(gb * GB)) for device_info, gb in zip(device_infos, numbers, strict=False)
     ]
 
 
@@ -304,7 +280,7 @@ def check_gpu_split(gpu_split: object) -> None:
 
 
 def estimate_budget(
-    estimate_at: Callable[[int], list[ModuleMemory]], capacities: Sequence[DeviceCapacity], context: int
+    estimate_at: Callable[[int], list[ModuleMemory]], devices: Sequence[DeviceBudget], context: int
 ) -> Budget:
     """Each device's memory for a context, and the longest context that would fit.
 
@@ -313,7 +289,7 @@ def estimate_budget(
 
     def try_context(count: int) -> tuple[list[int] | None, str]:
         try:
-            return place_modules(estimate_at(count), capacities, CACHE_REMEDY), ""
+            return place_modules(estimate_at(count), devices, CACHE_REMEDY), ""
         except DoesNotFit as error:
             return None, str(error)
 
@@ -322,29 +298,11 @@ def estimate_budget(
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if try_context(middle * PAGE_SIZE)[0] is not None else (low, middle - 1)
-    modules = estimate_at(context)
-    loads_by_device = (
-        device_loads(modules, placement, len(capacities))
-        if placement is not None
-        else _overcommitted_loads(modules, capacities)
-    )
-    return Budget(
-        tuple(
-            DeviceBudget(capacity.name, capacity.free, load.weights, load.cache, load.workspace, load.num_modules)
-            for capacity, load in zip(capacities, loads_by_device, strict=True)
-        ),
-        placement is not None,
-        context,
-        low * PAGE_SIZE,
-        problem,
-    )
-
-
-def _overcommitted_loads(modules: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity]) -> list[DeviceLoad]:
-    """The devices' loads if the last device took everything that does not fit."""
-    total = sum(module.weights + module.cache + module.workspace + module.shared for module in modules)
-    enlarged = [*capacities[:-1], DeviceCapacity(capacities[-1].name, total)]
-    return device_loads(modules, place_modules(modules, enlarged, ""), len(capacities))
+    modules, fits = estimate_at(context), placement is not None
+    if placement is None:  # the last device takes everything that does not fit
+        total = sum(module.weights + module.cache + module.workspace + module.shared for module in modules)
+        placement = place_modules(modules, [*devices[:-1], replace(devices[-1], usable=total)], "")
+    return Budget(tuple(device_loads(modules, placement, devices)), fits, context, low * PAGE_SIZE, problem)
 
 
 def _matrix_bytes(source: WeightSource, matrix: Matrix, item_bytes: int) -> tuple[int, bool]:

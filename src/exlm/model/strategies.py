@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,94 +37,95 @@ class RoleShard(NamedTuple):
     part: MatrixSlice | None = None  # None: the whole matrix
 
 
-class ParallelStrategy(Protocol):
-    """How a model is divided among ranks."""
+class ParallelStrategy(ABC):
+    """How the model that `config` describes is divided among `size` ranks."""
 
-    def check(self, config: FrozenConfig, size: int) -> None:
+    def __init__(self, config: FrozenConfig, size: int) -> None:
+        self.config, self.size = config, size
+        self.check()
+
+    @abstractmethod
+    def check(self) -> None:
         """Raise `Unsupported` if the model cannot be divided among so many ranks."""
-        ...
 
-    def load(
-        self, config: FrozenConfig, rank: int, size: int, device_info: DeviceInfo, progress: LoadProgress
-    ) -> LoadSteps:
+    @abstractmethod
+    def load(self, rank: int, device_info: DeviceInfo, progress: LoadProgress) -> LoadSteps:
         """Load a rank's shard."""
-        ...
 
-    def connect(self, loaded: LoadedModel, config: FrozenConfig, group: Group) -> Decoder:
-        """The rank's decoder, connected to the other ranks; `config` describes the whole model."""
-        ...
+    @abstractmethod
+    def connect(self, loaded: LoadedModel, group: Group) -> Decoder:
+        """The decoder of a rank's shard, connected to the other ranks."""
 
-    def role_shard(self, config: FrozenConfig, role: str, rank: int, size: int) -> RoleShard | None:
+    @abstractmethod
+    def role_shard(self, role: str, rank: int) -> RoleShard | None:
         """A rank's shard of a role's matrix; None if it has none."""
-        ...
 
 
-class TensorParallel:
+class TensorParallel(ParallelStrategy):
     """Every rank has a part of each layer; rank 0 also has the embedding."""
 
-    def check(self, config: FrozenConfig, size: int) -> None:
-        """Check heads, widths and norms."""
-        check_shardable(config.spec, size)
+    def check(self) -> None:
+        check_shardable(self.config.spec, self.size)
 
-    def load(
-        self, config: FrozenConfig, rank: int, size: int, device_info: DeviceInfo, progress: LoadProgress
-    ) -> LoadSteps:
+    def load(self, rank: int, device_info: DeviceInfo, progress: LoadProgress) -> LoadSteps:
         """Load all layers, with fewer heads and narrower MLPs."""
-        source = ShardedSource(open_checkpoint(config), config.spec, rank, size)
-        sharded_config = replace(config, spec=shard(config.spec, rank, size))
-        device_infos = [device_info] * (len(config.spec.layers) + 2)
+        model = self.config.spec
+        source = ShardedSource(open_checkpoint(self.config), model, rank, self.size)
+        sharded_config = replace(self.config, spec=shard(model, rank, self.size))
+        device_infos = [device_info] * (len(model.layers) + 2)
         return load_modules(sharded_config, source, device_infos, progress, has_embedding=rank == 0)
 
-    def connect(self, loaded: LoadedModel, config: FrozenConfig, group: Group) -> Decoder:
+    def connect(self, loaded: LoadedModel, group: Group) -> Decoder:
         """Add all-reduces, the head's gather and the embedding's broadcast."""
-        decoder = loaded.decoder
-        combine_ranks(decoder, config.spec, group)
+        decoder, model = loaded.decoder, self.config.spec
+        combine_ranks(decoder, model, group)
         if group.rank == 0:
             decoder.embedding = BroadcastEmbedding(group, decoder.embedding)
         else:
-            decoder.embedding = ReceivedEmbedding(group, config.spec.hidden, _residual_dtype(loaded))
+            decoder.embedding = ReceivedEmbedding(group, model.hidden, _residual_dtype(loaded))
         return decoder
 
-    def role_shard(self, config: FrozenConfig, role: str, rank: int, size: int) -> RoleShard | None:
+    def role_shard(self, role: str, rank: int) -> RoleShard | None:
         """A slice of a cut matrix, all of a replicated one."""
         if role == "embed" and rank > 0:
             return None
-        return RoleShard(role, slice_of_rank(config.spec, role, rank, size))
+        return RoleShard(role, slice_of_rank(self.config.spec, role, rank, self.size))
 
 
-class PipelineParallel:
+class PipelineParallel(ParallelStrategy):
     """Every rank has consecutive layers; the first also has the embedding, the last the head."""
 
-    def check(self, config: FrozenConfig, size: int) -> None:
-        """Check the number of layers."""
-        num_layers = len(config.spec.layers)
-        if size > num_layers:
-            raise Unsupported(f"{size} ranks cannot have a layer each of a model of {num_layers}: use fewer ranks.")
+    def check(self) -> None:
+        count = len(self.config.spec.layers)
+        if self.size > count:
+            raise Unsupported(f"{self.size} ranks cannot have a layer each of a model of {count}: use fewer ranks.")
 
-    def load(
-        self, config: FrozenConfig, rank: int, size: int, device_info: DeviceInfo, progress: LoadProgress
-    ) -> LoadSteps:
-        """Load the rank's layers."""
-        first, last = split_evenly(len(config.spec.layers), size)[rank]
-        stage_config = replace(config, spec=replace(config.spec, layers=config.spec.layers[first:last]))
-        source = LayerRangeSource(open_checkpoint(config), first)
+    def load(self, rank: int, device_info: DeviceInfo, progress: LoadProgress) -> LoadSteps:
+        first, last = self._layers_of(rank)
+        model = self.config.spec
+        stage_config = replace(self.config, spec=replace(model, layers=model.layers[first:last]))
+        source = LayerRangeSource(open_checkpoint(self.config), first)
         device_infos = [device_info] * (last - first + 2)
-        has_ends = {"has_embedding": rank == 0, "has_head": rank == size - 1}
+        has_ends = {"has_embedding": rank == 0, "has_head": rank == self.size - 1}
         return load_modules(stage_config, source, device_infos, progress, **has_ends)
 
-    def connect(self, loaded: LoadedModel, config: FrozenConfig, group: Group) -> Decoder:
+    def connect(self, loaded: LoadedModel, group: Group) -> Decoder:
         """Send hidden states from rank to rank, and the logits to rank 0."""
-        return PipelineStage(loaded.decoder, group, config.spec.hidden, config.spec.vocab, _residual_dtype(loaded))
+        model = self.config.spec
+        return PipelineStage(loaded.decoder, group, model.hidden, model.vocab, _residual_dtype(loaded))
 
-    def role_shard(self, config: FrozenConfig, role: str, rank: int, size: int) -> RoleShard | None:
+    def role_shard(self, role: str, rank: int) -> RoleShard | None:
         """The whole matrix, on the rank that has its layer."""
-        first, last = split_evenly(len(config.spec.layers), size)[rank]
+        first, last = self._layers_of(rank)
         match role.split(".", 2):
             case ["layers", layer, rest]:
                 return RoleShard(f"layers.{int(layer) - first}.{rest}") if first <= int(layer) < last else None
             case ["embed"]:
                 return RoleShard(role) if rank == 0 else None
-        return RoleShard(role) if rank == size - 1 else None
+        return RoleShard(role) if rank == self.size - 1 else None
+
+    def _layers_of(self, rank: int) -> tuple[int, int]:
+        return split_evenly(len(self.config.spec.layers), self.size)[rank]
 
 
 class PipelineStage(Decoder):
@@ -167,7 +169,7 @@ class PipelineStage(Decoder):
         return torch.empty(shape, dtype=dtype, device=self.group.device)
 
 
-STRATEGIES: dict[str, ParallelStrategy] = {"tensor": TensorParallel(), "pipeline": PipelineParallel()}
+STRATEGIES: dict[str, type[ParallelStrategy]] = {"tensor": TensorParallel, "pipeline": PipelineParallel}
 
 
 def _residual_dtype(loaded: LoadedModel) -> torch.dtype:
