@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from exlm import InputError, MissingExtra
+from exlm import BadFile, InputError, MissingExtra
 from exlm.bench import comparison, report
 from exlm.bench.benchmark import BenchmarkConfig, measure_roofline
 from exlm.bench.benchmark import run as run_benchmark
-from exlm.bench.report import Measurement, Report, bound
+from exlm.bench.report import EngineResult, Measurement, Report, bound
 from exlm.bench.synthetic import CYCLE_LENGTH
 from exlm.bench.workload import prompt_ids, tokens_needed
 from exlm.cli.__main__ import app
@@ -44,7 +44,8 @@ def test_a_tiny_shape_is_measured_end_to_end(tmp_path: Path) -> None:
     ]
     for row in found["rows"]:
         assert row["rate"] > 0
-        assert 0 < row["bandwidth"] < 1
+        assert row["read"] > 0
+        assert row["bandwidth"] == pytest.approx(row["read"] / row["step"] / found["bandwidth"])
         assert 0 <= row["idle"] < 1
         assert row["bound"] in ("memory", "compute", "host")
     assert found["bits"] == pytest.approx(4.1, abs=0.1)
@@ -113,6 +114,24 @@ def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
     else:
         save_plot(result, target)
         assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_of_a_run_are_drawn_beside_other_engines(tmp_path: Path) -> None:
+    rows = (Measurement("decode", "fp32", 8, 1, 10.0, 0.1, 100, 0.5, 0.1, 0.1, "memory"),)
+    peers = (EngineResult("exlm", {"decode": [30.0, 10.0, 20.0]}), EngineResult("other engine", {"decode": [5.0]}))
+    report = Report("tiny", "exl2", 1, 1, 4.1, "CPU", ("cpu",), 1, 0.1, None, 1, 1.0, 1.0, rows, {"cpu": "x"}, peers)
+    results, target = tmp_path / "results.json", tmp_path / "plot.svg"
+    results.write_text(json.dumps(report.json()))
+    assert Report.from_json(results) == report
+    run("bench", "--from", str(results), "--plot", str(target), "--dark")
+    drawn = target.read_text()
+    assert all(text in drawn for text in (">tiny, CPU", ">exlm<", ">other engine<", ">20<", ">5<"))
+    with pytest.raises(InputError, match="--plot"):
+        run("bench", "--from", str(results))
+    for wrong in ("{", "[]", '{"model": 1}'):
+        results.write_text(wrong)
+        with pytest.raises(BadFile, match=r"results\.json holds no results of"):
+            run("bench", "--from", str(results), "--plot", str(target))
 
 
 def test_missing_matplotlib_is_reported_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from ..lazy import lazy_exports
 if TYPE_CHECKING:
     from .benchmark import BenchmarkConfig, run
     from .comparison import ENGINES, compare
-    from .report import EngineResult, Measurement, Report, require_matplotlib, save_plot
+    from .report import EngineResult, Measurement, Report, require_matplotlib, save_comparison_plot, save_plot
     from .shapes import FORMATS, SHAPES, Shape
     from .system_info import describe_hardware, describe_system
     from .tuning import TuningResult, tune
@@ -21,7 +21,7 @@ _EXPORTS = {
     "benchmark": ("BenchmarkConfig", "run"),
     "system_info": ("describe_hardware", "describe_system"),
     "comparison": ("ENGINES", "compare"),
-    "report": ("EngineResult", "Measurement", "Report", "require_matplotlib", "save_plot"),
+    "report": ("EngineResult", "Measurement", "Report", "require_matplotlib", "save_comparison_plot", "save_plot"),
     "shapes": ("FORMATS", "SHAPES", "Shape"),
     "tuning": ("TuningResult", "tune"),
 }
@@ -41,6 +41,7 @@ __all__ = [
     "describe_system",
     "require_matplotlib",
     "run",
+    "save_comparison_plot",
     "save_plot",
     "tune",
 ]

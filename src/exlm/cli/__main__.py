@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated
 
@@ -31,17 +32,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command()(convert)
-app.command()(quantize)
-app.command("eval")(eval_)
-app.command()(generate)
-app.command()(chat)
-app.command()(info)
-app.command()(plan)
-app.command()(serve)
-app.command()(batch)
-app.command()(bench)
-app.command()(tune)
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Run a model": {"generate": generate, "chat": chat, "serve": serve, "batch": batch},
+    "Inspect a model": {"info": info, "plan": plan, "eval": eval_},
+    "Quantise and convert": {"quantize": quantize, "convert": convert},
+    "Measure speed": {"bench": bench, "tune": tune},
+}
+"""Every command by its name, in the groups of `exlm --help`."""
+
+for _group, _commands in COMMANDS.items():
+    for _name, _command in _commands.items():
+        app.command(_name, rich_help_panel=_group)(_command)
 
 
 def _version(requested: bool) -> None:

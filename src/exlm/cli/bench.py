@@ -78,6 +78,11 @@ def bench(
     turns: Annotated[int, typer.Option(min=1, help="Runs of each engine, in turn.")] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results as this PNG file; needs matplotlib.")] = None,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Measure nothing: --plot the engines of a file that --json wrote."),
+    ] = None,
+    dark: Annotated[bool, typer.Option("--dark", help="With --from: for a dark background.")] = False,
 ) -> None:
     """Measure loading, prompt and decode speed at several batch sizes, context lengths and cache types.
 
@@ -88,6 +93,11 @@ def bench(
     if draft not in (None, "ngram"):
         raise InputError(f"--draft must be ngram, found {draft!r}.")
     _check_files(json_file, plot)
+    if results:
+        if plot is None:
+            raise InputError("--from draws results: name the file to draw with --plot.")
+        benchmark.save_comparison_plot([benchmark.Report.from_json(file) for file in results], plot, dark)
+        return
     interpreters = _parse_peers(peer or [])
     if threads is not None:
         torch.set_num_threads(threads)
