@@ -9,7 +9,6 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from exlm import Generator, InputError, MissingExtra, Settings
 from exlm.batch import Journal, JournalError, Progress, read_rows, run_rows
 from exlm.batch import rows as rows_module
 from exlm.cli.__main__ import app
-from exlm.serve import GeneratorParts, ModelInfo, ModelSpec
+from exlm.serve import CompletionRequest, GeneratorParts, ModelInfo, ModelSpec
 from tests import tiny
 from tests.serve.running_server import load_tiny
 
@@ -56,13 +55,14 @@ def row(name: str, url: str = TEXT, **body: Any) -> dict[str, Any]:
 
 def before_each_request(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Any], None]) -> None:
     """Call `hook` with every completion request before it is turned into a generation request."""
-    endpoint = rows_module.ENDPOINT_OF[TEXT]
+    original = rows_module.to_generation_request
 
     def hooked(request: Any, *arguments: Any) -> Any:
-        hook(request)
-        return endpoint.to_generation_request(request, *arguments)
+        if isinstance(request, CompletionRequest):
+            hook(request)
+        return original(request, *arguments)
 
-    monkeypatch.setitem(rows_module.ENDPOINT_OF, TEXT, replace(endpoint, to_generation_request=hooked))
+    monkeypatch.setattr(rows_module, "to_generation_request", hooked)
 
 
 def texts(answer: dict[str, Any]) -> list[str]:

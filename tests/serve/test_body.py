@@ -14,9 +14,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from exlm.serve import APIError, ChatRequest, CompletionRequest, Limits, Options, body
-from exlm.serve.body import LARGE_BODY_BYTES
-from exlm.serve.limits import BodyMemoryLimiter
+from exlm.serve import APIError, ApiKeys, ChatRequest, CompletionRequest, Limits, Options, middleware
+from exlm.serve.limits import FairLimiter
+from exlm.serve.middleware import LARGE_BODY_BYTES, RequestMiddleware
 from exlm.serve.openapi import request_types
 from exlm.serve.schema import DetokenizeRequest
 from tests.serve.running_server import RunningServer, preloaded, running_server
@@ -37,8 +37,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
         return call
 
-    monkeypatch.setattr(body, "from_json", watched("parsed", body.from_json))
-    monkeypatch.setattr(body, "_validate", watched("validated", body._validate))
+    monkeypatch.setattr(middleware, "from_json", watched("parsed", middleware.from_json))
+    monkeypatch.setattr(middleware, "_validate", watched("validated", middleware._validate))
 
     def unwanted(_: Request) -> Any:
         raise AssertionError("the body was parsed a second time")
@@ -106,29 +106,36 @@ def test_memory_for_bodies_is_bounded(narrow: RunningServer) -> None:
     narrow.wait(lambda: narrow.post("/tokenize", text="a" * 90_000)[0] == 200)
 
 
+def memory_for_bodies(limits: Limits, *keys: str) -> FairLimiter:
+    async def unused(*_: Any) -> None:
+        raise AssertionError
+
+    return RequestMiddleware(unused, ApiKeys(keys), limits).memory
+
+
 def test_released_memory_can_be_acquired_again() -> None:
-    memory = BodyMemoryLimiter(Limits(body=100, bodies=50))
-    assert memory.max_bytes == 400  # four bodies of the largest size must fit
-    memory.acquire(260)
+    memory = memory_for_bodies(Limits(body=100, bodies=50))
+    assert memory.limit == 400  # four bodies of the largest size must fit
+    memory.acquire(count=260)
     with pytest.raises(APIError) as found:
-        memory.acquire(141)
-    assert (found.value.status, memory.reserved) == (429, 260)
-    memory.release(260)
-    memory.acquire(400)
+        memory.acquire(count=141)
+    assert (found.value.status, memory.in_use) == (429, 260)
+    memory.release(count=260)
+    memory.acquire(count=400)
 
 
 def test_one_caller_cannot_take_all_memory_for_bodies() -> None:
-    memory = BodyMemoryLimiter(Limits(body=100), shared=True)
-    half = memory.max_bytes // 2
-    memory.acquire(half, "one")
+    memory = memory_for_bodies(Limits(body=100), "one", "two", "three")
+    half = memory.limit // 2
+    memory.acquire("one", half)
     with pytest.raises(APIError):
-        memory.acquire(1, "one")
-    memory.acquire(half // 2, "two")
+        memory.acquire("one")
+    memory.acquire("two", half // 2)
     with pytest.raises(APIError):
-        memory.acquire(1, "two")
-    memory.acquire(100, "three")
-    memory.release(half, "one")
-    memory.acquire(half // 2, "two")
+        memory.acquire("two")
+    memory.acquire("three", 100)
+    memory.release("one", half)
+    memory.acquire("two", half // 2)
 
 
 def test_memory_is_released_however_a_request_ends(narrow: RunningServer) -> None:

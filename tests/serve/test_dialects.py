@@ -10,19 +10,21 @@ from typing import Any, ClassVar
 import pytest
 from typing_extensions import TypedDict
 
-from exlm.serve import CompletionRequest, GenerationRequest, Limits, ModelInfo, dialects
-from exlm.serve.dialects import Endpoint
+from exlm.serve import APIError, CompletionRequest, GenerationRequest, dialects
 from exlm.serve.errors import to_api_error
 from exlm.serve.generation import OutputDelta
-from exlm.serve.openai import completion_generation_request
-from exlm.serve.schema import BaseRequest
+from exlm.serve.responses import Endpoint
+from exlm.serve.schema import StrictModel
 from tests.serve.running_server import RunningServer, preloaded, running_server
 
 
-class ToyRequest(BaseRequest):
+class ToyRequest(StrictModel):
     """A text to continue."""
 
     question: str
+    length: int
+    heat: float
+    stream: bool = False
 
 
 class ToyReply(TypedDict):
@@ -54,26 +56,29 @@ class ToyWriter:
     def final_events(self) -> list[ToyReply]:
         return []
 
-    def encode(self, event: Any) -> bytes:
+    @staticmethod
+    def encode(event: Any) -> bytes:
         return json.dumps(event).encode() + b"\n"
 
-    def error_event(self, error: Exception) -> Any:
+    @staticmethod
+    def error_event(error: Exception) -> Any:
         return {"failed": to_api_error(error).message}
 
     def body(self) -> ToyReply:
         return {"answer": "".join(self._texts)}
 
-    def timings(self) -> dict[str, float]:
-        return dict.fromkeys(("queue_seconds", "prompt_seconds", "generation_seconds"), 0.0)
+
+def to_openai(request: ToyRequest) -> CompletionRequest:
+    return CompletionRequest(
+        prompt=request.question, max_tokens=request.length, temperature=request.heat, stream=request.stream
+    )
 
 
-def to_generation_request(request: ToyRequest, model: ModelInfo, limits: Limits, salt: str) -> GenerationRequest:
-    fields = request.model_dump(exclude_unset=True)
-    completion = CompletionRequest.model_validate({"prompt": fields.pop("question"), **fields})
-    return completion_generation_request(completion, model, limits, salt)
+def error_body(error: APIError) -> dict[str, str]:
+    return {"failed": error.message}
 
 
-TOY = Endpoint("/toy", "toy", "A toy.", ToyRequest, ToyReply, ToyReply, to_generation_request, ToyWriter)
+TOY = Endpoint("/toy", "toy", "A toy.", ToyRequest, ToyReply, ToyReply, to_openai, ToyWriter, error_body)
 
 
 @pytest.fixture
@@ -84,7 +89,7 @@ def server(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningSer
 
 
 def test_a_dialect_has_its_own_requests_responses_and_streams(server: RunningServer) -> None:
-    asked = {"question": "a", "max_tokens": 8, "temperature": 0}
+    asked = {"question": "a", "length": 8, "heat": 0}
     status, reply = server.post("/toy", **asked)
     assert (status, reply["answer"]) == (
         200,
@@ -95,7 +100,18 @@ def test_a_dialect_has_its_own_requests_responses_and_streams(server: RunningSer
     *events, last = [json.loads(line) for line in text.splitlines()]
     assert last == {"end": True}
     assert "".join(event["answer"] for event in events) == reply["answer"]
-    assert server.post("/toy", prompt="a")[0] == 400
+
+
+def test_a_dialect_has_its_own_errors(server: RunningServer) -> None:
+    unknown = {"failed": "Unknown or unsupported: 'prompt'."}
+    assert server.post("/toy", prompt="a") == (400, unknown)
+    status, reply = server.post("/toy", question="a", length=0, heat=0)
+    assert (status, [*reply]) == (422, ["failed"])  # refused by OpenAI's form
+    assert server.ask("POST", "/toy", b"{", **{"Content-Type": "text/plain"})[:2] == (
+        415,
+        {"failed": "Send JSON, with `Content-Type: application/json`."},
+    )
+    assert "error" in server.post("/v1/completions", question="a")[1]
 
 
 def test_a_dialect_is_in_the_description(server: RunningServer) -> None:
@@ -104,3 +120,4 @@ def test_a_dialect_is_in_the_description(server: RunningServer) -> None:
     content = operation["requestBody"]["content"]["application/json"]["schema"]
     assert content == {"$ref": "#/components/schemas/ToyRequest"}
     assert {"ToyRequest", "ToyReply"} <= description["components"]["schemas"].keys()
+    assert "application/x-ndjson" in operation["responses"]["200"]["content"]

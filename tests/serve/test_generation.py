@@ -29,9 +29,8 @@ from exlm.serve import (
 )
 from exlm.serve.chat_prompt import render_chat, template_messages
 from exlm.serve.errors import to_api_error, validation_error
-from exlm.serve.generation import needs_grammar, sampling_settings
-from exlm.serve.limits import ConcurrencyLimiter
-from exlm.serve.openai import make_output_parser
+from exlm.serve.generation import make_output_parser, needs_grammar, sampling_settings
+from exlm.serve.limits import FairLimiter
 from exlm.serve.output_parser import ContentDelta
 from exlm.serve.tool_formats import GENERIC, HERMES, MISTRAL
 from tests.serve.running_server import load_tiny
@@ -253,23 +252,23 @@ def test_needs_grammar() -> None:
     assert not needs_grammar(chat(response_format={"type": "text"}))
 
 
-def test_the_concurrency_limiter_counts() -> None:
-    gate = ConcurrencyLimiter(1, "requests")
+def test_the_limiter_counts() -> None:
+    gate = FairLimiter(1, "requests")
     with gate.slot():
         with pytest.raises(APIError, match="1 requests") as caught, gate.slot():
             pass
         assert caught.value.headers["Retry-After"].isdigit()
-    assert gate.in_flight == 0
+    assert gate.in_use == 0
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))
 @settings(max_examples=200)
 def test_a_shared_limiter_keeps_a_slot_for_a_caller_without_one(most: int, walk: list[tuple[str, bool]]) -> None:
-    gate = ConcurrencyLimiter(most, "requests", shared=True)
+    gate = FairLimiter(most, "requests", shared=True)
     there: dict[str, list[ExitStack]] = {name: [] for name in "abcde"}
     for name, comes in walk:
         inside = sum(map(len, there.values()))
-        assert gate.in_flight == inside
+        assert gate.in_use == inside
         if not comes:
             if there[name]:
                 there[name].pop().close()
@@ -283,7 +282,7 @@ def test_a_shared_limiter_keeps_a_slot_for_a_caller_without_one(most: int, walk:
             assert caught.value.code == ("queue_full" if inside == most else "key_queue_full")
         at_work = [stacks for stacks in there.values() if stacks]
         if all(len(stacks) > 1 for stacks in at_work):
-            assert gate.in_flight < most
+            assert gate.in_use < most
 
 
 def test_api_errors_do_not_reveal_internals() -> None:

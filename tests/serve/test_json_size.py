@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from exlm.serve import APIError, body
-from exlm.serve.body import MIN_JSON_LIMIT, JsonLimits
+from exlm.serve import APIError, limits
+from exlm.serve.limits import MIN_JSON_LIMIT, JsonLimits
 
 TEXT = st.text(st.sampled_from('ab\\",:[]{}0123456789é\n'), max_size=30)
 VALUES = st.recursive(
@@ -48,7 +48,7 @@ def refused(text: bytes, values: int = 10**9, nodes: int = 10**9, status: int = 
 def test_counts_agree_with_the_parsed_json(
     monkeypatch: pytest.MonkeyPatch, window: int, value: Any, ascii: bool
 ) -> None:
-    monkeypatch.setattr(body, "WINDOW_BYTES", window)
+    monkeypatch.setattr(limits, "WINDOW_BYTES", window)
     text = json.dumps(value, ensure_ascii=ascii).encode()
     found = [*parts(value)]
     values, nodes = 1 + found.count("comma"), found.count("node")
@@ -67,9 +67,9 @@ def test_several_texts_share_the_limits() -> None:
 
 
 def test_long_numbers_are_refused() -> None:
-    limits = JsonLimits(100, 100)
-    limits.check(b"[" + b"7" * 399 + b"]")
-    limits.check(json.dumps(["1" * 5000, '\\"' + "2" * 5000, {"3" * 5000: 1}]).encode())
+    allowed = JsonLimits(100, 100)
+    allowed.check(b"[" + b"7" * 399 + b"]")
+    allowed.check(json.dumps(["1" * 5000, '\\"' + "2" * 5000, {"3" * 5000: 1}]).encode())
     for number in (b"7" * 400, b"-" + b"1" * 5000, b"0." + b"3" * 400, b"1e" + b"9" * 400):
         assert "a number of 400 digits or more" in refused(b'["a",' + number + b"]", status=400)
 

@@ -19,10 +19,11 @@ from pydantic import ValidationError
 
 from exlm import ExlmError, InputError
 from exlm.atomic import atomic_file
-from exlm.serve import APIError, Limits, ModelInfo, to_api_error
-from exlm.serve.dialects import ENDPOINTS, ResponseWriter
+from exlm.serve import APIError, Limits, ModelInfo, to_api_error, to_generation_request
 from exlm.serve.errors import validation_error
-from exlm.serve.schema import BaseRequest
+from exlm.serve.openai import ENDPOINTS
+from exlm.serve.responses import ResponseWriter
+from exlm.serve.schema import OpenAIRequest
 
 from .journal import Journal, write_error
 
@@ -129,9 +130,12 @@ class RowHandler:
         """A writer for the row's response, whose `request` has the jobs to run; raises errors of the row."""
         url, body = row.request()
         endpoint = ENDPOINT_OF[url]
-        request = self._validate(endpoint.request_type, row, body)
-        generation_request = endpoint.to_generation_request(request, self.model, self.limits, "")
-        return endpoint.writer(generation_request, self._hash(index), self.created)
+        try:
+            request = endpoint.to_openai(endpoint.request_type.model_validate(body))
+        except ValidationError as error:
+            raise validation_error(error.errors()) from None
+        self._check_request(request, row)
+        return endpoint.writer(to_generation_request(request, self.model, self.limits), self._hash(index), self.created)
 
     def success_line(self, index: int, row: Row, writer: ResponseWriter) -> bytes:
         """The line of a row whose texts have all finished: without times, with ids that do not change."""
@@ -158,12 +162,8 @@ class RowHandler:
         reason = (api_error.code or "invalid_request", api_error.message)
         return self._line(index, row, api_error.status, api_error.body, reason)
 
-    def _validate(self, request_type: type[BaseRequest], row: Row, body: Any) -> BaseRequest:
-        """The row's request; without a seed it gets one derived from its custom_id."""
-        try:
-            request = request_type.model_validate(body)
-        except ValidationError as error:
-            raise validation_error(error.errors()) from None
+    def _check_request(self, request: OpenAIRequest, row: Row) -> None:
+        """Refuse what a batch does not do, and give a request without a seed one derived from its custom_id."""
         if request.stream:
             raise APIError(422, "An answer in a file cannot be a stream: leave stream out.", param="stream")
         if request.model not in (None, self.model.name):
@@ -177,7 +177,6 @@ class RowHandler:
         if request.seed is None:
             custom_id = (row.custom_id or "").encode("utf-8", "surrogatepass")
             request.seed = int.from_bytes(hashlib.sha256(custom_id).digest()[:8], "big") >> 1
-        return request
 
     def _line(
         self, index: int, row: Row, status: int | None, body: Any, reason: tuple[str, str] | None = None

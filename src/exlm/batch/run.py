@@ -12,7 +12,7 @@ from typing import Any
 
 from exlm import Generator, Job
 from exlm.serve import Limits, ModelInfo, output_delta
-from exlm.serve.dialects import ResponseWriter
+from exlm.serve.responses import ResponseWriter
 
 from .journal import Journal
 from .rows import Row, RowHandler, Rows

@@ -17,6 +17,8 @@ BLOCK_CHARS = 128
 """Characters of a prompt's text in one hashed block."""
 MAX_BLOCKS = 512
 """Only these first blocks of a prompt are hashed."""
+CHAT_FIELDS = ("system", "instructions", "tools", "messages", "input")
+"""The fields of a chat's prompt, in OpenAI's form or in that of another dialect."""
 
 
 def prompt_blocks(request: Any, tenant: str = "") -> tuple[bytes, ...]:
@@ -41,9 +43,9 @@ def prompt_blocks(request: Any, tenant: str = "") -> tuple[bytes, ...]:
 
 def _prompt_text(request: Mapping[str, Any]) -> str:
     """The prompt's text in the order of the rendered prompt: chat templates put tools first."""
-    if "messages" in request:
-        return "".join(json.dumps(request[name]) for name in ("tools", "messages") if request.get(name))
-    prompt = request.get("prompt")
+    if "prompt" not in request or "messages" in request:
+        return "".join(json.dumps(request[name]) for name in CHAT_FIELDS if request.get(name))
+    prompt = request["prompt"]
     first = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else prompt
     return first if isinstance(first, str) else json.dumps(first) if first else ""
 

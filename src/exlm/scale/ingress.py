@@ -18,12 +18,11 @@ from typing import Any, TypeAlias
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exlm.serve import APIError, ApiKeys
-from exlm.serve.body import RequestBody
-from exlm.serve.dialects import ENDPOINTS
+from exlm.serve.dialects import endpoint_at, error_response
 from exlm.serve.errors import RETRY_SECONDS
-from exlm.serve.limits import ConcurrencyLimiter
-from exlm.serve.middleware import RequestMiddleware
-from exlm.serve.responses import JsonResponse, sse_event
+from exlm.serve.limits import FairLimiter
+from exlm.serve.middleware import RequestBody, RequestMiddleware
+from exlm.serve.responses import Endpoint
 
 from .affinity import prompt_blocks
 from .cluster import ServerConfig
@@ -60,7 +59,6 @@ class ReplicaRequest:
 CallReplica: TypeAlias = Callable[[ReplicaRequest, Sequence[bytes]], AsyncGenerator[list[Message], None]]
 """Calls a replica, chosen by the blocks of the prompt; yields the ASGI messages of its response."""
 
-GENERATION_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS)
 MAX_ATTEMPTS = 3
 """Replicas a request may lose before it fails: the request itself may be what kills them."""
 
@@ -83,39 +81,41 @@ class Ingress:
         `tenant_requests` limits the requests of one key; `shared`: several keys share `requests` fairly.
         """
         self._call_replica, self._replica_errors = call_replica, replica_errors
-        self._limiter = ConcurrencyLimiter(requests, "requests", shared)
-        self._tenant_limit, self._tenants = tenant_requests, dict[str, ConcurrencyLimiter]()
+        self._limiter = FairLimiter(requests, "requests", shared)
+        self._tenant_limit, self._tenants = tenant_requests, dict[str, FairLimiter]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that has passed the middleware."""
         state: dict[str, Any] = scope.get("state", {})
         tenant: str = state["caller"].salt if "caller" in state else ""
         body: RequestBody | None = state.get("body")
-        generates = scope["path"] in GENERATION_PATHS
+        endpoint = endpoint_at(scope["path"])
         try:
             blocks: Sequence[bytes] = ()
             raw = b""
             if body is not None:
-                if generates:
+                if endpoint is not None:
                     blocks = await body.inspect_json(partial(prompt_blocks, tenant=tenant))
                 raw = bytes(body.raw)
                 body.release()
             with ExitStack() as stack:
-                if generates:
+                if endpoint is not None:
                     stack.enter_context(self._limiter.slot(tenant))
                     if self._tenant_limit is not None:
-                        limiter = ConcurrencyLimiter(self._tenant_limit, "requests of this key")
+                        limiter = FairLimiter(self._tenant_limit, "requests of this key")
                         stack.enter_context(self._tenants.setdefault(tenant, limiter).slot())
-                await self._forward(scope, raw, blocks, send)
+                await self._forward(scope, raw, blocks, send, endpoint)
         except APIError as error:
-            await JsonResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
+            await error_response(scope["path"], error)(scope, receive, send)
 
-    async def _forward(self, scope: Scope, body: bytes, blocks: Sequence[bytes], send: Send) -> None:
+    async def _forward(
+        self, scope: Scope, body: bytes, blocks: Sequence[bytes], send: Send, endpoint: Endpoint | None
+    ) -> None:
         if scope["path"].startswith("/v1/admin/"):
             raise APIError(501, "The models of a cluster change when it is deployed again, not one by one.")
         request = ReplicaRequest(scope["method"], scope["path"], scope["query_string"], tuple(scope["headers"]), body)
         for _ in range(MAX_ATTEMPTS):
-            relay = _ResponseRelay(send)
+            relay = _ResponseRelay(send, endpoint)
             try:
                 async with aclosing(self._call_replica(request, blocks)) as response:
                     async for messages in response:
@@ -139,8 +139,9 @@ class Ingress:
 class _ResponseRelay:
     """Forwards a response to the client: a stream as it comes, any other response once it is complete."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, endpoint: Endpoint | None) -> None:
+        """`endpoint` is that of the request; None if it generates no text."""
+        self._send, self._endpoint = send, endpoint
         self._buffered: list[Message] = []
         self._is_stream = False
         self.started = self.complete = False
@@ -148,9 +149,9 @@ class _ResponseRelay:
     async def forward(self, messages: Sequence[Message]) -> None:
         """Take more messages of the response."""
         for message in messages:
-            if message["type"] == "http.response.start":
-                kind = dict(message["headers"]).get(b"content-type", b"")
-                self._is_stream = kind.startswith(b"text/event-stream")
+            if message["type"] == "http.response.start" and self._endpoint is not None:
+                content_type = dict(message["headers"]).get(b"content-type", b"")
+                self._is_stream = content_type.startswith(self._endpoint.writer.MEDIA_TYPE.encode())
         self._buffered += messages
         last = self._buffered[-1]
         if last["type"] != "http.response.body":  # until there is a body, another replica can start anew
@@ -163,12 +164,14 @@ class _ResponseRelay:
             self._buffered.clear()
 
     async def fail(self) -> None:
-        """End a started stream with an error event."""
+        """End a stream that has started with an error event."""
+        assert self._endpoint is not None
+        writer = self._endpoint.writer
         error = APIError(503, "The replica was lost; what came so far is not the whole.", code="replica_lost")
-        await self._send({"type": "http.response.body", "body": sse_event(error.body)})
+        await self._send({"type": "http.response.body", "body": writer.encode(writer.error_event(error))})
 
 
 def with_middleware(app: ASGIApp, config: ServerConfig, hosts: frozenset[str] | None) -> RequestMiddleware:
     """The application behind the server's middleware: keys, headers, sizes."""
     api_keys = ApiKeys(config.keys, config.admin_keys)
-    return RequestMiddleware(app, api_keys, config.limits, lambda route, status: None, hosts)
+    return RequestMiddleware(app, api_keys, config.limits, hosts)

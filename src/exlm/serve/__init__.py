@@ -22,12 +22,12 @@ except ImportError as error:
 from .app import Options, create_app
 from .engine import Engine
 from .errors import APIError, to_api_error
-from .generation import GenerationRequest, ModelInfo, output_delta
+from .generation import GenerationRequest, ModelInfo, output_delta, to_generation_request
 from .limits import Limits
 from .middleware import ApiKeys
 from .models import GeneratorParts, ModelSpec, load
 from .monitoring import Watchdog
-from .openai import response_writer, to_generation_request
+from .openai import response_writer
 from .schema import ChatRequest, CompletionRequest
 from .server import listen, serve
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.staticfiles import StaticFiles
@@ -20,15 +19,14 @@ from starlette.types import Scope
 from exlm import ExlmError, __version__
 
 from . import dialects
-from .body import LargeBodyThread
 from .engine import Engine
-from .errors import APIError, to_api_error, validation_error
-from .handlers import RequestHandlers, caller_of, parse_body
+from .errors import APIError, to_api_error
+from .handlers import ClientDisconnected, RequestHandlers, caller_of, parse_body
 from .limits import Limits
-from .middleware import ApiKeys, RequestMiddleware
+from .middleware import ApiKeys, RequestMiddleware, large_body_thread
 from .monitoring import Metrics, engine_state
 from .openapi import AppWithSchemas, docs_page, event_stream_of, request_body_of
-from .responses import ClientDisconnected, JsonResponse
+from .responses import JsonResponse
 from .schema import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -91,14 +89,13 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     """An application that starts the engine, serves it and closes it."""
     options = options or Options()
     metrics = Metrics(engine)
-    large_bodies = LargeBodyThread()
-    shared = len(options.api_keys) > 1
-    handlers = RequestHandlers(engine, options.limits, metrics, large_bodies, shared)
+    large_bodies = large_body_thread()
+    handlers = RequestHandlers(engine, options.limits, metrics, shared=len(options.api_keys) > 1)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            stack.callback(large_bodies.close)
+            stack.callback(large_bodies.shutdown, wait=False, cancel_futures=True)
             stack.callback(handlers.close)
             stack.push_async_callback(engine.close)
             await engine.start()
@@ -117,8 +114,8 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         RequestMiddleware,
         api_keys=options.api_keys,
         limits=options.limits,
-        on_response=metrics.count_response,
         hosts=options.hosts,
+        on_response=metrics.count_response,
         large_bodies=large_bodies,
     )
     _add_error_handlers(app)
@@ -152,20 +149,17 @@ class WebFiles(StaticFiles):
 def _add_error_handlers(app: FastAPI) -> None:
     """Turn every exception into a response with an error object."""
 
-    async def send_error(_: Request, error: Exception) -> Response:
+    async def send_error(request: Request, error: Exception) -> Response:
         api_error = to_api_error(error)
         if api_error.status == 500:
             log.error("%s: %s", type(error).__name__, error)
-        return JsonResponse(api_error.body, api_error.status, headers=api_error.headers)
-
-    async def send_validation_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return await send_error(request, validation_error(error.errors()))
+        return dialects.error_response(request.scope["path"], api_error)
 
     async def send_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        api_error = APIError(error.status_code, str(error.detail), headers=error.headers or {})
-        return await send_error(request, _routing_error(request) if error.status_code in (404, 405) else api_error)
+        if error.status_code in (404, 405):
+            return await send_error(request, _routing_error(request))
+        return await send_error(request, APIError(error.status_code, str(error.detail), headers=error.headers or {}))
 
     async def send_nothing(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -173,7 +167,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(APIError, send_error)
     app.add_exception_handler(ExlmError, send_error)
     app.add_exception_handler(Exception, send_error)
-    app.add_exception_handler(RequestValidationError, send_validation_error)
     app.add_exception_handler(HTTPException, send_http_error)
     app.add_exception_handler(ClientDisconnected, send_nothing)
 
@@ -187,7 +180,7 @@ def _add_generation_routes(app: FastAPI, handlers: RequestHandlers) -> None:
             name=endpoint.name,
             description=endpoint.description,
             response_model=endpoint.response_type,
-            responses=event_stream_of(endpoint.event_type),
+            responses=event_stream_of(endpoint),
             openapi_extra=request_body_of(endpoint.request_type),
         )
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from exlm import ChatTemplateError, Tokenizer
 
-from .body import MIN_JSON_LIMIT, JsonLimits
 from .errors import APIError
+from .limits import MIN_JSON_LIMIT, JsonLimits
 from .output_parser import REASONING_END, REASONING_START
 from .schema import AssistantMessage, ChatRequest, Content, Message, NamedTool, ToolMessage
 from .tool_formats import HERMES, ToolFormat, call_schema, detect_tool_format, supports_tools

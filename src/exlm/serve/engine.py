@@ -19,7 +19,7 @@ import torch
 from exlm import AsyncGenerator, AsyncJob, ExlmError, Settings
 
 from .errors import APIError
-from .generation import GenerationRequest, ModelInfo, OutputDelta, output_delta
+from .generation import FinishInfo, GenerationRequest, ModelInfo, OutputDelta, output_delta
 from .models import GeneratorParts, ModelSpec, load
 
 Loader: TypeAlias = Callable[[ModelSpec], GeneratorParts]
@@ -188,8 +188,12 @@ class RequestStream:
 
     def __init__(self, model: LoadedModel, request: GenerationRequest) -> None:
         """Queue the jobs; if one cannot be made, the others are cancelled."""
-        self._model, self._request = model, request
+        self.request = request
+        self.finishes: list[FinishInfo] = []
+        """How the texts ended of which `next` gave the last delta."""
+        self._model = model
         self._deltas: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue()
+        self._first: tuple[int, OutputDelta] | Exception | None = None  # what wait_for_first took from the queue
         self._running: dict[int, AsyncJob] = {}
         self._pumps: list[asyncio.Task[None]] = []
         try:
@@ -203,29 +207,24 @@ class RequestStream:
 
     async def next(self) -> tuple[int, OutputDelta]:
         """The next delta and the index of its text; raises the error that ended a job."""
-        item = await self._deltas.get()
+        item, self._first = self._first or await self._deltas.get(), None
         if isinstance(item, Exception):
             raise item
+        if item[1].finish is not None:
+            self.finishes.append(item[1].finish)
         return item
 
     async def wait_for_first(self, seconds: float) -> None:
-        """Wait up to `seconds` for the first delta, which stays queued; raises an early error."""
-        try:
+        """Wait up to `seconds` for the first delta, which `next` then gives; raises an early error."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                item = await self._deltas.get()
-        except TimeoutError:
-            return
-        if isinstance(item, Exception):
-            raise item
-        rest = [item]
-        while not self._deltas.empty():
-            rest.append(self._deltas.get_nowait())  # type: ignore[arg-type]
-        for item in rest:
-            self._deltas.put_nowait(item)
+                self._first = await self._deltas.get()
+        if isinstance(self._first, Exception):
+            raise self._first
 
     def token_counts(self) -> tuple[int, int, int]:
         """Tokens so far: of prompts whose prefill has started, of those found in the cache, and generated."""
-        prompts = [job for job in self._jobs[:: self._request.n] if job.metrics.prefill_started_at is not None]
+        prompts = [job for job in self._jobs[:: self.request.n] if job.metrics.prefill_started_at is not None]
         return (
             sum(job.prompt_tokens for job in prompts),
             sum(job.cached_tokens for job in prompts),
@@ -246,10 +245,10 @@ class RequestStream:
         try:
             async for result in job:
                 self._model.activity.on_result(result)
-                if (delta := output_delta(result, self._request)) is not None:
+                if (delta := output_delta(result, self.request)) is not None:
                     self._deltas.put_nowait((index, delta))
             if delta is None or delta.finish is None:
-                self._deltas.put_nowait(_unloaded_error(self._request.model))
+                self._deltas.put_nowait(_unloaded_error(self.request.model))
         except Exception as error:
             self._deltas.put_nowait(error)
         if self._running.pop(index, None) is not None:

@@ -1,16 +1,10 @@
-"""What the engine runs and what it gives back: `GenerationRequest` and `OutputDelta`, whatever the dialect.
+"""What the engine runs and what it gives back: `GenerationRequest` and `OutputDelta`.
 
-The functions that make a `GenerationRequest` from the fields of a request encode prompts within the model's
-context, compile filters, and make the arguments of each `Job`: sampler settings, stop conditions, adapters,
-lengths, seeds. Everything that can be refused before a job is queued is refused here, with an `APIError`.
-`output_delta` turns each result of a job into what it adds to its text. Nothing here knows HTTP or the
-engine, so batches use it too.
-
-Tokenising takes about a microsecond for each character and a hundred bytes for each token, so a prompt that
-is too long must be refused before all of it is tokenised. Its number of characters alone does not decide:
-some vocabularies have tokens of 128 spaces, some normalisers collapse whitespace, and some models make one
-token of any run of unknown letters. `check_token_count` therefore counts a long text slice by slice until it
-is certain that the whole has too many tokens.
+`to_generation_request` makes a `GenerationRequest` from a request in OpenAI's form, to which the other dialects
+convert theirs: it encodes prompts within the model's context, compiles filters, and makes the arguments of each
+`Job`: sampler settings, stop conditions, adapters, lengths, seeds. Everything that can be refused before a job is
+queued is refused here, with an `APIError`. `output_delta` turns each result of a job into what it adds to its text.
+Nothing here knows HTTP or the engine, so batches use it too.
 """
 
 from __future__ import annotations
@@ -26,10 +20,19 @@ import torch
 from exlm import Filter, Generator, GrammarFilter, JsonSchemaFilter, RegexFilter, Settings, Tokenizer
 from exlm.sampler_chain import SETTINGS as CHAIN_SETTINGS
 
-from .chat_prompt import ChatPrompt
+from .chat_prompt import ChatPrompt, render_chat
 from .errors import APIError
 from .limits import Limits
-from .schema import DISABLED, BaseRequest, ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat
+from .output_parser import OutputParser
+from .schema import (
+    DISABLED,
+    BaseRequest,
+    ChatRequest,
+    CompletionRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    OpenAIRequest,
+)
 from .tool_formats import ToolFormat, answer_or_call_grammar
 
 API_DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -52,7 +55,7 @@ MAX_STRING_CHARS = 1 << 15
 state of 300 bytes for each character."""
 
 SLICE_CHARS = 1 << 14
-"""Characters tokenised at a time by `check_token_count`."""
+"""Characters tokenised at a time by `exceeds_token_count`."""
 EXTRA_TOKENS_PER_SLICE = 16
 """By how many tokens a slice may count more because its ends cut words."""
 MIN_TOKENIZE_LIMIT = 1 << 17
@@ -111,15 +114,106 @@ class GenerationRequest:
     max_tool_calls: int | None = None
 
 
-def needs_grammar(request: BaseRequest) -> bool:
+def to_generation_request(
+    request: OpenAIRequest, model: ModelInfo, limits: Limits, salt: str = ""
+) -> GenerationRequest:
+    """The generation request of a chat or a completion; `salt` keeps callers' prefix caches apart."""
+    if isinstance(request, ChatRequest):
+        return _chat_generation_request(request, model, limits, salt)
+    return _completion_generation_request(request, model, limits, salt)
+
+
+def _chat_generation_request(request: ChatRequest, model: ModelInfo, limits: Limits, salt: str) -> GenerationRequest:
+    """The request for `n` answers to one conversation."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise APIError(422, "top_logprobs needs logprobs: true.", param="top_logprobs")
+    _check_text_count(request, request.n, limits)
+    chat = render_chat(request, model.tokenizer, model.name)
+    tool_format = chat.tool_format
+    if tool_format is not None and (request.regex is not None or request.grammar is not None):
+        raise APIError(422, "tools cannot be combined with regex or grammar.", param="tools")
+    filters = _output_filters(request, model.tokenizer, limits)
+    if filters:
+        chat = chat.without_reasoning()
+    if chat.forced_call_schema is not None:
+        filters = [_schema_filter(model.tokenizer, chat.forced_call_schema, limits)]
+    elif tool_format is not None and chat.optional_call_schema is not None and filters:
+        filters = [_answer_or_call_filter(request, chat.optional_call_schema, tool_format, model.tokenizer, limits)]
+    prompt = _encode_prompt(chat.text, model, "conversation")
+    top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    jobs = _job_arguments(request, model, limits, salt, [prompt], filters, top_logprobs)
+    if tool_format is not None and tool_format.start_marker:
+        for job in jobs:
+            job["decode_special_tokens"] = True  # the marker that starts a call may be a special token
+    return GenerationRequest(
+        model=model.name,
+        tokenizer=model.tokenizer,
+        job_arguments=tuple(jobs),
+        n=request.n,
+        stream=request.stream,
+        include_usage=_include_usage(request),
+        top_logprobs=top_logprobs,
+        chat=chat,
+        max_tool_calls=None if request.parallel_tool_calls else 1,
+    )
+
+
+def _completion_generation_request(
+    request: CompletionRequest, model: ModelInfo, limits: Limits, salt: str
+) -> GenerationRequest:
+    """The request for `n` continuations of each prompt."""
+    if request.echo and request.logprobs is not None:
+        raise APIError(400, "echo with logprobs is not supported: leave one of them out.", param="echo")
+    given: Any = request.prompt
+    prompts: list[str | list[int]] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    _check_text_count(request, len(prompts) * request.n, limits)
+    bos = model.tokenizer.wants_bos if request.add_bos is None else request.add_bos
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            encoded.append(_encode_prompt(prompt, model, "prompt", special=request.encode_special_tokens, bos=bos))
+        else:
+            _tokens_left(len(prompt), model.max_seq_len)
+            check_token_ids(prompt, model.vocab_size, "prompt")
+            encoded.append(torch.tensor([prompt], dtype=torch.long))
+    filters = _output_filters(request, model.tokenizer, limits)
+    echo: list[str] = []
+    if request.echo:
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            text = prompt if isinstance(prompt, str) else str(model.tokenizer.decode(ids[0]))
+            echo += [text] * request.n
+    return GenerationRequest(
+        model=model.name,
+        tokenizer=model.tokenizer,
+        job_arguments=tuple(_job_arguments(request, model, limits, salt, encoded, filters, request.logprobs)),
+        n=request.n,
+        stream=request.stream,
+        include_usage=_include_usage(request),
+        top_logprobs=request.logprobs,
+        echo=tuple(echo),
+    )
+
+
+def make_output_parser(request: GenerationRequest) -> OutputParser:
+    """A parser for one answer of a chat."""
+    chat = request.chat
+    assert chat is not None
+    return OutputParser(
+        chat.tool_format,
+        chat.tool_names,
+        in_reasoning=chat.opens_reasoning,
+        forced_call=chat.forced_call_schema is not None,
+        max_calls=request.max_tool_calls,
+    )
+
+
+def needs_grammar(request: OpenAIRequest) -> bool:
     """Whether the request has a schema, regex or grammar to compile, which may take a while."""
-    format = getattr(request, "response_format", None)
-    choice = getattr(request, "tool_choice", None)
     return (
         request.regex is not None
         or request.grammar is not None
-        or isinstance(format, JsonObjectFormat | JsonSchemaFormat)
-        or choice not in (None, "none", "auto")
+        or isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
+        or (isinstance(request, ChatRequest) and request.tool_choice not in (None, "none", "auto"))
     )
 
 
@@ -128,66 +222,37 @@ def tokenize_limit(context: int) -> int:
     return max(context, MIN_TOKENIZE_LIMIT)
 
 
-def check_token_count(text: str, tokenizer: Tokenizer, max_tokens: int, special: bool, refusal: APIError) -> None:
-    """Raise `refusal` if a text certainly has more than `max_tokens` tokens.
+def exceeds_token_count(text: str, tokenizer: Tokenizer, max_tokens: int, special: bool) -> bool:
+    """Whether a text certainly has more than `max_tokens` tokens, found out without tokenising all of it.
 
-    `special`: special tokens in the text count as such. A text that passes has at most a quarter more than
-    `max_tokens`, and a few more for each slice.
+    Tokenising takes about a microsecond for each character and a hundred bytes for each token. The number of
+    characters alone does not decide: some vocabularies have tokens of 128 spaces, some normalisers collapse
+    whitespace, and some models make one token of any run of unknown letters. So a long text is counted slice by
+    slice. One for which this is False has at most a quarter more than `max_tokens`, and a few more for each slice.
+    `special`: special tokens in the text count as such.
     """
     if len(text) <= SLICE_CHARS:
-        return
+        return False
     encode = tokenizer.encode_special if special else tokenizer.encode_unspecial
     counted, bound = 0, max_tokens + max_tokens // 4
     for start in range(0, len(text), SLICE_CHARS):
         counted += len(encode(text[start : start + SLICE_CHARS]))
         bound += EXTRA_TOKENS_PER_SLICE
         if counted > bound:
-            raise refusal
+            return True
+    return False
 
 
-def encode_prompt(text: str, model: ModelInfo, what: str, *, special: bool = True, bos: bool = False) -> torch.Tensor:
+def _encode_prompt(text: str, model: ModelInfo, what: str, *, special: bool = True, bos: bool = False) -> torch.Tensor:
     """The ids (1, n) of a prompt; `what` names it in an error."""
-    refusal = _context_exceeded(
-        f"The {what} has more tokens than the context, which has {model.max_seq_len}: shorten it."
-    )
-    check_token_count(text, model.tokenizer, model.max_seq_len, special, refusal)
+    if exceeds_token_count(text, model.tokenizer, model.max_seq_len, special):
+        raise _context_exceeded(
+            f"The {what} has more tokens than the context, which has {model.max_seq_len}: shorten it."
+        )
     return model.tokenizer.encode(text, add_bos=bos, encode_special_tokens=special)
 
 
-def prompt_list(request: CompletionRequest) -> list[Any]:
-    """Each prompt of a completion: a text or a list of ids."""
-    prompt: Any = request.prompt
-    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-
-
-def encode_prompts(request: CompletionRequest, model: ModelInfo) -> list[torch.Tensor]:
-    """The ids (1, n) of each prompt of a completion."""
-    bos = model.tokenizer.wants_bos if request.add_bos is None else request.add_bos
-    out = []
-    for one in prompt_list(request):
-        if isinstance(one, str):
-            out.append(encode_prompt(one, model, "prompt", special=request.encode_special_tokens, bos=bos))
-        else:
-            tokens_left(len(one), model.max_seq_len)
-            check_token_ids(one, model.vocab_size, "prompt")
-            out.append(torch.tensor([one], dtype=torch.long))
-    return out
-
-
-def encode_negative_prompt(request: BaseRequest, model: ModelInfo) -> list[torch.Tensor]:
-    """The ids (1, n) of the negative prompt, if there is one."""
-    text = request.negative_prompt
-    return [] if text is None else [encode_prompt(text, model, "negative prompt")]
-
-
-def prompt_text(request: CompletionRequest, index: int, ids: torch.Tensor, model: ModelInfo) -> str:
-    """The text of a prompt, decoded if it was given as ids."""
-    prompt = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    given = prompt[index] if index < len(prompt) else None
-    return given if isinstance(given, str) else str(model.tokenizer.decode(ids[0]))
-
-
-def tokens_left(count: int, context: int) -> int:
+def _tokens_left(count: int, context: int) -> int:
     """How many tokens a prompt of `count` tokens leaves for the answer: at least one, else it is refused."""
     if count >= context:
         raise _context_exceeded(f"The prompt has {count} tokens and the context {context}: shorten it.")
@@ -222,17 +287,26 @@ def sampling_settings(request: BaseRequest, model: ModelInfo, limits: Limits) ->
     return settings
 
 
-def shared_arguments(
-    request: BaseRequest, model: ModelInfo, limits: Limits, salt: str, filters: list[Filter], top_logprobs: int | None
-) -> dict[str, Any]:
-    """The arguments that all jobs of a request have in common."""
+def _job_arguments(
+    request: OpenAIRequest,
+    model: ModelInfo,
+    limits: Limits,
+    salt: str,
+    prompts: Sequence[torch.Tensor],
+    filters: list[Filter],
+    top_logprobs: int | None,
+) -> list[dict[str, Any]]:
+    """The arguments of the jobs: `n` for each prompt."""
     if request.speculative and not model.has_draft:
         raise APIError(422, f"{model.name} was loaded without a draft model.", param="speculative")
+    negative = []
+    if request.negative_prompt is not None:
+        negative.append(_encode_prompt(request.negative_prompt, model, "negative prompt"))
     eos = [token_id for token_id in model.tokenizer.eos_token_ids if token_id < model.vocab_size]
     check_token_ids(request.stop_token_ids, model.vocab_size, "stop_token_ids")
     if request.token_healing:
         model.tokenizer.get_prefix_id_to_ids_dict()  # built in this thread, not when the job needs it
-    return {
+    shared = {
         "gen_settings": sampling_settings(request, model, limits),
         "stop_conditions": [*eos, *request.stop_token_ids, *_stop_strings(request)],
         "min_new_tokens": request.min_tokens,
@@ -246,18 +320,24 @@ def shared_arguments(
         "speculative": request.speculative is not False,
         "salt": salt,
     }
+    jobs: list[dict[str, Any]] = []
+    for prompt in prompts:
+        input_ids = [prompt, *negative]
+        max_new_tokens = _max_new_tokens(request, model, limits, input_ids)
+        for _ in range(request.n):
+            seed = None if request.seed is None else (request.seed + len(jobs)) % 2**63
+            jobs.append({**shared, "input_ids": input_ids, "max_new_tokens": max_new_tokens, "seed": seed})
+    return jobs
 
 
-def sequence_arguments(
-    request: BaseRequest, model: ModelInfo, limits: Limits, input_ids: list[torch.Tensor], index: int
-) -> dict[str, Any]:
-    """The arguments of the job of text `index`: prompt, length and seed."""
+def _max_new_tokens(request: OpenAIRequest, model: ModelInfo, limits: Limits, input_ids: list[torch.Tensor]) -> int:
+    """The length of an answer to a prompt: what the request asks for, if the context and the server allow it."""
     longest = max(ids.shape[1] for ids in input_ids)
     context = model.max_seq_len
     if len(input_ids) == 2:
         context = model.max_seq_len // 2 if model.max_cfg_len is None else model.max_cfg_len
-    left = tokens_left(longest, context)
-    max_tokens = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    left = _tokens_left(longest, context)
+    max_tokens = (isinstance(request, ChatRequest) and request.max_completion_tokens) or request.max_tokens
     if max_tokens == DISABLED:
         max_tokens = min(left, limits.tokens or left)
     if max_tokens is not None and limits.tokens is not None and max_tokens > limits.tokens:
@@ -272,11 +352,10 @@ def sequence_arguments(
     new = max_tokens or min(left, limits.answer, limits.tokens or left)
     if request.min_tokens > new:
         raise APIError(422, f"min_tokens is {request.min_tokens}, max_tokens {new}.", param="min_tokens")
-    seed = None if request.seed is None else (request.seed + index) % 2**63
-    return {"input_ids": input_ids, "max_new_tokens": new, "seed": seed}
+    return new
 
 
-def output_filters(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, limits: Limits) -> list[Filter]:
+def _output_filters(request: OpenAIRequest, tokenizer: Tokenizer, limits: Limits) -> list[Filter]:
     """The filter for a regex, grammar or response format; a request may have one of them. Compiles it."""
     format = request.response_format
     given = [name for name, value in (("regex", request.regex), ("grammar", request.grammar)) if value is not None]
@@ -294,11 +373,11 @@ def output_filters(request: CompletionRequest | ChatRequest, tokenizer: Tokenize
     if isinstance(format, JsonObjectFormat):
         return [JsonSchemaFilter(tokenizer, {"type": "object"})]
     if isinstance(format, JsonSchemaFormat):
-        return [schema_filter(tokenizer, format.json_schema.schema_, limits)]
+        return [_schema_filter(tokenizer, format.json_schema.schema_, limits)]
     return []
 
 
-def answer_or_call_filter(
+def _answer_or_call_filter(
     request: ChatRequest, call: dict[str, Any], tool_format: ToolFormat, tokenizer: Tokenizer, limits: Limits
 ) -> Filter:
     """Either a tool call or an answer in the response format: the model decides which."""
@@ -310,7 +389,7 @@ def answer_or_call_filter(
     return GrammarFilter(tokenizer, grammar)
 
 
-def schema_filter(tokenizer: Tokenizer, schema: dict[str, Any], limits: Limits) -> Filter:
+def _schema_filter(tokenizer: Tokenizer, schema: dict[str, Any], limits: Limits) -> Filter:
     """A filter for JSON of this schema."""
     _check_grammar_size(json.dumps(schema), limits)
     return JsonSchemaFilter(tokenizer, schema)
@@ -321,7 +400,7 @@ def _check_grammar_size(source: str, limits: Limits) -> None:
         raise APIError(422, f"A schema, regex or grammar may have {limits.grammar} characters; found {len(source)}.")
 
 
-def check_choice_count(request: BaseRequest, count: int, limits: Limits) -> None:
+def _check_text_count(request: OpenAIRequest, count: int, limits: Limits) -> None:
     """Refuse too many texts, and too many stop and banned strings for that many texts."""
     if count > limits.choices:
         raise APIError(422, f"The request asks for {count} texts; at most {limits.choices} at a time.", param="n")
@@ -372,7 +451,7 @@ def _bias_tensor(logit_bias: Mapping[str, float], vocab_size: int) -> torch.Tens
     return bias
 
 
-def wants_usage(request: BaseRequest) -> bool:
+def _include_usage(request: OpenAIRequest) -> bool:
     """Whether a stream is to end with the usage."""
     if request.stream_options is not None and not request.stream:
         raise APIError(422, "stream_options needs stream: true.", param="stream_options")

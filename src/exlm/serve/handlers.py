@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -20,24 +20,31 @@ import torch
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from exlm import Tokenizer
 
-from .body import LargeBodyThread, RequestBody
 from .chat_prompt import render_chat
-from .dialects import Endpoint, ResponseWriter
 from .engine import Engine, LoadedModel, RequestStream
 from .errors import APIError
-from .generation import GenerationRequest, check_token_count, check_token_ids, needs_grammar, tokenize_limit
-from .limits import ConcurrencyLimiter, Limits
-from .middleware import Caller
+from .generation import (
+    GenerationRequest,
+    check_token_ids,
+    exceeds_token_count,
+    needs_grammar,
+    to_generation_request,
+    tokenize_limit,
+)
+from .limits import FairLimiter, Limits
+from .middleware import Caller, RequestBody
 from .monitoring import Metrics
-from .responses import KEEP_ALIVE_SECONDS, EventStreamResponse, JsonResponse, cancel_on_disconnect
-from .schema import BaseRequest, ChatRequest, DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from .responses import Endpoint, JsonResponse, ResponseWriter
+from .schema import ChatRequest, DetokenizeReply, DetokenizeRequest, OpenAIRequest, TokenizeReply, TokenizeRequest
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
+KEEP_ALIVE_SECONDS = 15.0
 EARLY_ERROR_SECONDS = 1.0
 """How long a stream waits for an error before it starts: afterwards errors can only be events."""
 
@@ -47,7 +54,7 @@ log = logging.getLogger(__name__)
 async def parse_body(request: Request, kind: type[M]) -> M:
     """The request's body, parsed and validated as `kind`."""
     body: RequestBody = request.state.body
-    return await body.parse(kind)
+    return await body.parse(kind, lambda parsed: parsed)
 
 
 def caller_of(request: Request) -> Caller:
@@ -59,13 +66,11 @@ def caller_of(request: Request) -> Caller:
 class RequestHandlers:
     """Handles requests within the server's limits."""
 
-    def __init__(
-        self, engine: Engine, limits: Limits, metrics: Metrics, large_bodies: LargeBodyThread, shared: bool = False
-    ) -> None:
-        """`shared`: several callers share the limits fairly. `large_bodies` is closed by its owner."""
-        self.engine, self.limits, self.metrics, self.large_bodies = engine, limits, metrics, large_bodies
-        self.limiter = ConcurrencyLimiter(limits.requests, "requests", shared)
-        self._grammar_limiter = ConcurrencyLimiter(limits.grammars, "schemas and grammars", shared)
+    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics, shared: bool) -> None:
+        """`shared`: several callers share the limits fairly."""
+        self.engine, self.limits, self.metrics = engine, limits, metrics
+        self.limiter = FairLimiter(limits.requests, "requests", shared)
+        self._grammar_limiter = FairLimiter(limits.grammars, "schemas and grammars", shared)
         self._prompt_pool = ThreadPoolExecutor(2, thread_name_prefix="exlm-prompt")
         self._grammar_pool = ThreadPoolExecutor(2, thread_name_prefix="exlm-grammar")
 
@@ -78,8 +83,9 @@ class RequestHandlers:
         """The route function of an endpoint that generates text."""
 
         async def generate(request: Request) -> Response:
-            body = await parse_body(request, endpoint.request_type)
-            return await self._generate(request, body, endpoint)
+            body: RequestBody = request.state.body
+            parsed = await body.parse(endpoint.request_type, endpoint.to_openai)
+            return await self._generate(request, parsed, endpoint)
 
         return generate
 
@@ -90,14 +96,14 @@ class RequestHandlers:
         if (body.text is None) == (body.messages is None):
             raise APIError(422, "Give either text or messages.", param="text")
         limit = tokenize_limit(model.max_seq_len)
-        refusal = APIError(422, f"The text has more than {limit} tokens: ask in parts.", param="text")
 
         def work() -> list[int]:
             text, special = body.text, body.encode_special_tokens
             if body.messages is not None:
                 chat = ChatRequest(messages=body.messages)
                 text, special = render_chat(chat, model.tokenizer, model.name).text, True
-            check_token_count(text or "", model.tokenizer, limit, special, refusal)
+            if exceeds_token_count(text or "", model.tokenizer, limit, special):
+                raise APIError(422, f"The text has more than {limit} tokens: ask in parts.", param="text")
             ids = model.tokenizer.encode(text or "", add_bos=body.add_bos, encode_special_tokens=special)
             return [int(token_id) for token_id in ids[0].tolist()]
 
@@ -123,25 +129,23 @@ class RequestHandlers:
             reply: DetokenizeReply = {"text": await self._run_in_pool(request, work)}
         return JsonResponse(reply)
 
-    async def _generate(self, request: Request, body: BaseRequest, endpoint: Endpoint) -> Response:
+    async def _generate(self, request: Request, body: OpenAIRequest, endpoint: Endpoint) -> Response:
         model, salt = self.engine.find(body.model), caller_of(request).salt
         with ExitStack() as stack:
             stack.enter_context(self.limiter.slot(salt))
             stack.enter_context(model.request_in_flight())
-            prepared = await cancel_on_disconnect(self._prepare(request, body, endpoint, model, salt), request.receive)
+            prepared = await cancel_on_disconnect(self._prepare(request, body, model, salt), request.receive)
             writer = endpoint.writer(prepared, None, None)
             stream = stack.enter_context(closing(model.submit(prepared)))
-            stack.callback(lambda: self.metrics.observe_request(writer, stream.token_counts()))
+            stack.callback(self.metrics.observe_request, stream)
             if not prepared.stream:
                 return JsonResponse(await cancel_on_disconnect(_complete(writer, stream), request.receive))
             await cancel_on_disconnect(stream.wait_for_first(EARLY_ERROR_SECONDS), request.receive)
             return EventStreamResponse(_stream(writer, stream), stack.pop_all().close, writer.MEDIA_TYPE)
 
-    async def _prepare(
-        self, request: Request, body: BaseRequest, endpoint: Endpoint, model: LoadedModel, salt: str
-    ) -> GenerationRequest:
+    async def _prepare(self, request: Request, body: OpenAIRequest, model: LoadedModel, salt: str) -> GenerationRequest:
         def work() -> GenerationRequest:
-            return endpoint.to_generation_request(body, model.info, self.limits, salt)
+            return to_generation_request(body, model.info, self.limits, salt)
 
         if not needs_grammar(body):
             return await self._run_in_pool(request, work)
@@ -149,9 +153,8 @@ class RequestHandlers:
             return await asyncio.get_running_loop().run_in_executor(self._grammar_pool, work)
 
     async def _run_in_pool(self, request: Request, work: Callable[[], T]) -> T:
-        if request.state.body.large:
-            return await self.large_bodies.run(work)
-        return await asyncio.get_running_loop().run_in_executor(self._prompt_pool, work)
+        pool = request.state.body.thread or self._prompt_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 async def _complete(writer: ResponseWriter, stream: RequestStream) -> Any:
@@ -182,6 +185,54 @@ async def _stream(writer: ResponseWriter, stream: RequestStream) -> AsyncIterato
     for event in writer.final_events():
         yield writer.encode(event)
     yield writer.STREAM_END
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before the response was complete."""
+
+
+class EventStreamResponse(Response):
+    """A stream that ends with its iterator or when the client disconnects; it then calls `close`."""
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], media_type: str) -> None:
+        self.status_code, self.background = 200, None
+        self.media_type = media_type
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events while listening for a disconnect."""
+        try:
+            with suppress(ClientDisconnected):
+                await cancel_on_disconnect(self._send(send), receive)
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def cancel_on_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Await `work`; cancel it and raise ClientDisconnected if the client disconnects before it is done."""
+    task, listener = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        both: list[asyncio.Future[Any]] = [task, listener]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnected
+    finally:
+        task.cancel()
+        listener.cancel()
+        await asyncio.gather(task, listener, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _decode_with_special_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
-"""The operator's limits: of one request, of concurrent requests, and of the memory for their bodies.
+"""The operator's limits: of one request, of its JSON, of concurrent requests, and of the memory for their bodies.
 
-A request that exceeds one is refused with an `APIError`; nothing here knows HTTP.
+A request that exceeds one is refused with an `APIError`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-from .errors import too_many_requests
+from .errors import APIError, too_many_requests
+
+RawJson: TypeAlias = bytes | bytearray
+
+MIN_JSON_LIMIT = 1 << 16
+"""The least that `JsonLimits.for_body` allows, however small the largest body may be."""
+WINDOW_BYTES = 1 << 18
+"""Bytes of JSON scanned at a time; no other thread can run meanwhile."""
+LONG_NUMBER = b"0" * 400
+"""Numbers of this many digits are refused: the time to parse an integer grows with their square."""
+DIGITS = bytes.maketrans(b"123456789", b"000000000")
 
 
 @dataclass(frozen=True)
@@ -46,67 +56,108 @@ class Limits:
     """Default sampler settings, for requests that do not set their own."""
 
 
-class ConcurrencyLimiter:
-    """Allows `limit` requests at a time and refuses the others with 429.
+class FairLimiter:
+    """Counts what is in use, up to `limit`, and refuses more with 429.
 
-    If it is shared by several callers, one caller may hold at most as many slots as are free: a single caller
-    gets half of them, two get a third each, and a caller without a request always finds a free slot.
+    If it is shared by several callers, one caller may have at most as much as is free: a single caller gets half of
+    the limit, two get a third each, and a caller that has nothing can always acquire one.
     """
 
     def __init__(self, limit: int, what: str, shared: bool = False) -> None:
         """`what` names the things counted, for the error message."""
         self.limit, self.what, self.shared = limit, what, shared
-        self.in_flight = 0
+        self.in_use = 0
         self._by_caller: Counter[str] = Counter()
+
+    def acquire(self, caller: str = "", count: int = 1) -> None:
+        """Reserve `count` for a caller, or raise 429 at once."""
+        free, held = self.limit - self.in_use, self._by_caller[caller]
+        if count > free:
+            raise too_many_requests(f"{self.in_use} {self.what} are under way, as many as the server takes: try again.")
+        if self.shared and held + count > free:
+            raise too_many_requests(
+                f"{held} {self.what} of this key are under way, and {free} places are left for all: a key may not "
+                "have more than that. Try again.",
+                code="key_queue_full",
+            )
+        self.in_use += count
+        self._by_caller[caller] += count
+
+    def release(self, caller: str = "", count: int = 1) -> None:
+        """Free what `acquire` reserved."""
+        self.in_use -= count
+        self._by_caller[caller] -= count
+        self._by_caller += Counter()  # drops callers whose count is zero
 
     @contextmanager
     def slot(self, caller: str = "") -> Iterator[None]:
-        """Hold a slot for the length of the block, or raise 429 at once."""
-        free = self.limit - self.in_flight
-        if free < 1:
-            raise too_many_requests(
-                f"{self.in_flight} {self.what} are under way, as many as the server takes: try again."
-            )
-        if self.shared and self._by_caller[caller] >= free:
-            raise too_many_requests(
-                f"{self._by_caller[caller]} {self.what} of this key are under way, and {free} places are "
-                "left for all: a key may not have more than that. Try again.",
-                code="key_queue_full",
-            )
-        self.in_flight += 1
-        self._by_caller[caller] += 1
+        """Reserve one for the length of the block, or raise 429 at once."""
+        self.acquire(caller)
         try:
             yield
         finally:
-            self.in_flight -= 1
-            self._by_caller[caller] -= 1
-            self._by_caller += Counter()  # drops callers whose count is zero
+            self.release(caller)
 
 
-class BodyMemoryLimiter:
-    """Bounds the bytes of all request bodies that are being received or parsed.
+@dataclass(frozen=True)
+class JsonLimits:
+    """How many values a JSON text may have, counted before it is parsed.
 
-    If it is shared by several callers, one caller may hold at most as much as is free, so that a caller that
-    holds nothing can always acquire some.
+    A body of 4 MiB can contain `[],` 1.4 million times. As Python objects that takes a hundred megabytes, and parsing
+    it blocks every other thread for a quarter of a second. Counting the structural characters takes a tenth of that.
     """
 
-    def __init__(self, limits: Limits, shared: bool = False) -> None:
-        self.max_bytes, self.shared = max(limits.bodies, 4 * limits.body), shared
-        self.reserved = 0
-        self._by_caller: Counter[str] = Counter()
+    values: int
+    """One more than the commas outside of strings."""
+    nodes: int
+    """Lists, objects, and fields of objects."""
 
-    def acquire(self, count: int, caller: str = "") -> None:
-        """Reserve bytes for a caller, or raise 429."""
-        free = self.max_bytes - self.reserved
-        if count > free or (self.shared and self._by_caller[caller] + count > free):
-            raise too_many_requests(
-                f"Bodies of {self.reserved} bytes are being read, and no more may be now: try again."
-            )
-        self.reserved += count
-        self._by_caller[caller] += count
+    @classmethod
+    def for_body(cls, size: int) -> JsonLimits:
+        """Limits for bodies of `size` bytes: a token id takes 7 or 8 of them, a message 50 or more."""
+        return cls(max(size // 16, MIN_JSON_LIMIT), max(size // 64, MIN_JSON_LIMIT))
 
-    def release(self, count: int, caller: str = "") -> None:
-        """Free bytes that `acquire` reserved."""
-        self.reserved -= count
-        self._by_caller[caller] -= count
-        self._by_caller += Counter()  # drops callers whose count is zero
+    def check(self, *texts: RawJson, what: str = "The body") -> None:
+        """Raise 413 if the texts together exceed the limits; `what` names them in the message."""
+        if (
+            sum(text.count(b",") for text in texts) < self.values
+            and sum(map(_count_nodes, texts)) <= self.nodes
+            and not any(map(_has_long_number, texts))
+        ):
+            return  # these counts include what is inside strings, so they are upper bounds
+        values, nodes = 1, 0
+        for text in texts:
+            for outside in _outside_strings(text):
+                values += outside.count(b",")
+                nodes += _count_nodes(outside)
+                if nodes > self.nodes:
+                    raise body_too_large(f"{what} has more than {self.nodes:,} lists, objects and fields.")
+                if values > self.values:
+                    raise body_too_large(f"{what} has more than {self.values:,} values.")
+                if _has_long_number(outside):
+                    digits = len(LONG_NUMBER)
+                    raise APIError(400, f"{what} has a number of {digits} digits or more.", code="invalid_json")
+
+
+def body_too_large(message: str) -> APIError:
+    """The refusal of a body."""
+    return APIError(413, message, code="bodybody_too_large")
+
+
+def _count_nodes(text: RawJson) -> int:
+    return sum(map(text.count, (b"[", b"{", b":")))
+
+
+def _has_long_number(text: RawJson) -> bool:
+    return LONG_NUMBER in text.translate(DIGITS)
+
+
+def _outside_strings(text: RawJson) -> Iterator[RawJson]:
+    """The parts of a JSON text outside of its strings, window by window."""
+    if b"\\" in text:  # without escapes, every remaining quote begins or ends a string
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    inside = 0
+    for start in range(0, len(text), WINDOW_BYTES):
+        parts = text[start : start + WINDOW_BYTES].split(b'"')
+        yield b"".join(parts[inside::2])
+        inside = (inside + len(parts) - 1) % 2

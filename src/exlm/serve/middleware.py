@@ -1,11 +1,13 @@
-"""ASGI middleware: API keys, header checks and limits, and the receiving of bodies.
+"""ASGI middleware: API keys, header checks, and request bodies.
 
-It looks at headers only. A body is received within its limits and passed on unparsed as
-`scope["state"]["body"]`: each route parses and validates it once, as the kind of request that it takes.
+It checks headers, and receives a body within its limits as `scope["state"]["body"]`. Each route then parses and
+validates it once, as the kind of request that it takes. Small bodies are parsed on the event loop. All large ones
+share one thread, so that other requests wait for at most one parser however many large bodies arrive together.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -13,15 +15,24 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .body import LargeBodyThread, RequestBody
-from .errors import APIError
-from .limits import BodyMemoryLimiter, Limits
-from .responses import JsonResponse
+from .dialects import error_response
+from .errors import APIError, validation_error
+from .limits import FairLimiter, JsonLimits, Limits, RawJson, body_too_large
 
+M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+LARGE_BODY_BYTES = 32 << 10
+"""Bodies from this size on are parsed in the thread; smaller ones take at most a few milliseconds."""
 PUBLIC_PATHS = frozenset(("/health/live",))
 BODILESS_METHODS = frozenset(("GET", "HEAD", "OPTIONS", "DELETE"))
 
@@ -62,6 +73,103 @@ class ApiKeys:
         return match
 
 
+class RequestBody:
+    """The body of one request: received within limits, then parsed once, which frees its bytes."""
+
+    def __init__(self, receive: Receive, memory: FairLimiter, limits: Limits, large_bodies: Executor) -> None:
+        self.caller_id = ""
+        """The client whose share of the memory for bodies this body takes."""
+        self.raw = bytearray()
+        self._receive, self._memory, self._limits, self._large_bodies = receive, memory, limits, large_bodies
+        self._size, self._more = 0, True
+
+    @property
+    def thread(self) -> Executor | None:
+        """The thread in which all work on this request is done if the body is large."""
+        return self._large_bodies if self._size >= LARGE_BODY_BYTES else None
+
+    async def receive_all(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Receive the body; False if the client disconnected. Raises 413, 408 or 429."""
+        limit = self._limits.body
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 18 or int(length) > limit:
+            raise body_too_large(f"The body may have {limit} bytes.")
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                while self._more:
+                    message = await self._receive()
+                    part: bytes = message.get("body", b"")
+                    self._more = message.get("more_body", False)
+                    self._memory.acquire(self.caller_id, len(part))
+                    self.raw += part
+                    if message["type"] != "http.request":
+                        return False
+                    if len(self.raw) > limit:
+                        raise body_too_large(f"The body may have {limit} bytes.")
+        except TimeoutError:
+            raise APIError(
+                408,  # the connection is closed, so that the rest need not be read
+                f"The body took longer than {self._limits.body_seconds} s.",
+                headers={"Connection": "close"},
+            ) from None
+        self._size = len(self.raw)
+        return True
+
+    async def discard_rest(self) -> None:
+        """Let the client finish sending, within the time limit, and keep nothing of it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.body_seconds):
+                while self._more:
+                    self._more = (await self._receive()).get("more_body", False)
+
+    async def parse(self, kind: type[M], convert: Callable[[M], T]) -> T:
+        """Parse, validate as a request of this kind, convert that, and free the bytes."""
+        try:
+            return await self.inspect_json(lambda value: _validate(kind, value, convert))
+        finally:
+            self.release()
+
+    async def inspect_json(self, function: Callable[[Any], T]) -> T:
+        """Parse without validating and return `function` of the value; keeps the bytes."""
+        raw, limits = self.raw, JsonLimits.for_body(self._limits.body)
+
+        def work() -> T:
+            return function(_parse_json(raw, limits))
+
+        if self.thread is None:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+
+    def release(self) -> None:
+        """Free the bytes and give their memory back to the limiter."""
+        self._memory.release(self.caller_id, len(self.raw))
+        self.raw = bytearray()
+
+
+def _parse_json(raw: RawJson, limits: JsonLimits) -> Any:
+    """Parse JSON; an empty body is None. pydantic_core bounds the nesting depth."""
+    if not raw:
+        return None
+    limits.check(raw)
+    try:
+        return from_json(raw, allow_inf_nan=False, cache_strings="none")
+    except ValueError as error:
+        raise APIError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+
+
+def _validate(kind: type[M], value: Any, convert: Callable[[M], T]) -> T:
+    try:
+        return convert(kind.model_validate(value))
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+        raise validation_error(details) from None
+
+
+def large_body_thread() -> Executor:
+    """The one thread that works on requests with large bodies; it starts with the first of them."""
+    return ThreadPoolExecutor(1, thread_name_prefix="exlm-large-body")
+
+
 class RequestMiddleware:
     """Refuses requests that fail authentication or a limit; passes the others on with their bodies."""
 
@@ -70,18 +178,18 @@ class RequestMiddleware:
         app: ASGIApp,
         api_keys: ApiKeys,
         limits: Limits,
-        on_response: Callable[[str, int], None],
         hosts: Collection[str] | None = None,
-        large_bodies: LargeBodyThread | None = None,
+        on_response: Callable[[str, int], None] = lambda route, status: None,
+        large_bodies: Executor | None = None,
     ) -> None:
-        """`on_response` gets the route and status of every response; `hosts` are the accepted `Host` names.
+        """`hosts` are the accepted `Host` names; `on_response` gets the route and status of every response.
 
-        `large_bodies` parses large bodies and is closed by its owner.
+        `large_bodies` is the thread that parses large bodies; its owner ends it.
         """
-        self.app, self.api_keys, self.limits, self.on_response = app, api_keys, limits, on_response
-        self.hosts = hosts
-        self.memory = BodyMemoryLimiter(limits, len(api_keys) > 1)
-        self.large_bodies = large_bodies or LargeBodyThread()
+        self.app, self.api_keys, self.limits, self.hosts, self.on_response = app, api_keys, limits, hosts, on_response
+        max_bytes = max(limits.bodies, 4 * limits.body)
+        self.memory = FairLimiter(max_bytes, "bytes of request bodies", shared=len(api_keys) > 1)
+        self.large_bodies = large_bodies or large_body_thread()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request, and pass it on or refuse it."""
@@ -101,7 +209,7 @@ class RequestMiddleware:
         try:
             try:
                 self._check_headers(scope, headers)
-                body.caller = self._authenticate(scope, headers)
+                body.caller_id = self._authenticate(scope, headers)
                 if not await body.receive_all(headers):
                     return
                 if scope["method"] not in BODILESS_METHODS:
@@ -110,7 +218,7 @@ class RequestMiddleware:
             except APIError as error:
                 if error.headers.get("Connection") != "close" and _closes_connection(scope, headers):
                     await body.discard_rest()
-                await JsonResponse(error.body, error.status, headers=error.headers)(scope, receive, counted_send)
+                await error_response(scope["path"], error)(scope, receive, counted_send)
                 return
             await self.app(scope, receive, counted_send)  # all that `receive` can still give is a disconnect
         finally:

@@ -25,9 +25,8 @@ from prometheus_client.registry import Collector
 
 from exlm import Job
 
-from .dialects import ResponseWriter
-from .engine import HEARTBEAT_SECONDS, Engine, LoadedModel
-from .limits import ConcurrencyLimiter
+from .engine import HEARTBEAT_SECONDS, Engine, LoadedModel, RequestStream
+from .limits import FairLimiter
 from .schema import StateReply
 
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0)
@@ -65,17 +64,17 @@ class Metrics:
         """Count a response."""
         self.responses.labels(route, str(status)).inc()
 
-    def observe_request(self, writer: ResponseWriter, token_counts: tuple[int, int, int]) -> None:
-        """Record a request that has ended, finished or not: tokens of its prompts, cached, and generated."""
-        model = writer.request.model
-        for kind, count in zip(("prompt", "cached", "generated"), token_counts, strict=True):
+    def observe_request(self, stream: RequestStream) -> None:
+        """Record a request that has ended, finished or not: its tokens, and the times of its slowest text."""
+        model = stream.request.model
+        for kind, count in zip(("prompt", "cached", "generated"), stream.token_counts(), strict=True):
             self.tokens.labels(model, kind).inc(count)
-        if not writer.done:
+        if len(stream.finishes) < len(stream.request.job_arguments):
             self.unfinished.inc()
             return
-        timings = writer.timings()
-        for phase in ("queue", "prompt", "generation"):
-            self.seconds.labels(model, phase).observe(timings[f"{phase}_seconds"])
+        seconds = zip(*(finish.seconds for finish in stream.finishes), strict=True)
+        for phase, of_texts in zip(("queue", "prompt", "generation"), seconds, strict=True):
+            self.seconds.labels(model, phase).observe(max(of_texts))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -100,11 +99,11 @@ class _EngineGauges(Collector):
         return [jobs, pages]
 
 
-def engine_state(engine: Engine, limiter: ConcurrencyLimiter) -> StateReply:
+def engine_state(engine: Engine, limiter: FairLimiter) -> StateReply:
     """A snapshot of every model's cache pages, queue and batch, and of the requests in flight."""
     return {
         "models": [_model_state(model) for model in engine.models.values()],
-        "requests": {"inside": limiter.in_flight, "most": limiter.limit},
+        "requests": {"inside": limiter.in_use, "most": limiter.limit},
     }
 
 

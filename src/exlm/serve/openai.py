@@ -1,8 +1,7 @@
-"""The OpenAI dialect: `/v1/chat/completions` and `/v1/completions`.
+"""The OpenAI dialect: the routes and the responses of `/v1/chat/completions` and `/v1/completions`.
 
-Functions turn its requests into a `GenerationRequest`, and writers turn `OutputDelta`s into its responses.
-Complete responses and streams come from the same writer, so the events of a stream add up to exactly the
-complete response. The routes are in `dialects`.
+Complete responses and streams come from the same writer, so the events of a stream add up to exactly the complete
+response. Requests in this form are turned into a `GenerationRequest` by `generation`.
 """
 
 from __future__ import annotations
@@ -11,32 +10,11 @@ import time
 import uuid
 from typing import Any, ClassVar, Protocol
 
-from .chat_prompt import render_chat
-from .errors import APIError, to_api_error
-from .generation import (
-    FinishInfo,
-    GenerationRequest,
-    ModelInfo,
-    OutputDelta,
-    SampledToken,
-    answer_or_call_filter,
-    check_choice_count,
-    encode_negative_prompt,
-    encode_prompt,
-    encode_prompts,
-    output_filters,
-    prompt_list,
-    prompt_text,
-    schema_filter,
-    sequence_arguments,
-    shared_arguments,
-    wants_usage,
-)
-from .limits import Limits
-from .output_parser import ContentDelta, OutputParser, ReasoningDelta, ResponseEvent, ToolCallArgsDelta, ToolCallStart
-from .responses import DONE, EVENT_STREAM, KEEP_ALIVE, sse_event
+from .errors import to_api_error
+from .generation import FinishInfo, GenerationRequest, OutputDelta, SampledToken, make_output_parser
+from .output_parser import ContentDelta, ReasoningDelta, ResponseEvent, ToolCallArgsDelta, ToolCallStart
+from .responses import EVENT_STREAM, Endpoint, sse_event
 from .schema import (
-    BaseRequest,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -60,80 +38,6 @@ from .schema import (
     Usage,
 )
 from .tool_formats import MISTRAL
-
-
-def chat_generation_request(
-    request: ChatRequest, model: ModelInfo, limits: Limits, salt: str = ""
-) -> GenerationRequest:
-    """The request for `n` answers to one conversation."""
-    if request.top_logprobs is not None and not request.logprobs:
-        raise APIError(422, "top_logprobs needs logprobs: true.", param="top_logprobs")
-    check_choice_count(request, request.n, limits)
-    chat = render_chat(request, model.tokenizer, model.name)
-    if chat.tool_format is not None and (request.regex is not None or request.grammar is not None):
-        raise APIError(422, "tools cannot be combined with regex or grammar.", param="tools")
-    filters = output_filters(request, model.tokenizer, limits)
-    if filters:
-        chat = chat.without_reasoning()
-    if chat.forced_call_schema is not None:
-        filters = [schema_filter(model.tokenizer, chat.forced_call_schema, limits)]
-    elif chat.tool_format is not None and chat.optional_call_schema is not None and filters:
-        filters = [answer_or_call_filter(request, chat.optional_call_schema, chat.tool_format, model.tokenizer, limits)]
-    input_ids = [encode_prompt(chat.text, model, "conversation"), *encode_negative_prompt(request, model)]
-    top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    shared = shared_arguments(request, model, limits, salt, filters, top_logprobs)
-    if chat.tool_format is not None and chat.tool_format.start_marker:
-        shared["decode_special_tokens"] = True  # the marker that starts a call may be a special token
-    return GenerationRequest(
-        model=model.name,
-        tokenizer=model.tokenizer,
-        job_arguments=tuple(
-            shared | sequence_arguments(request, model, limits, input_ids, i) for i in range(request.n)
-        ),
-        n=request.n,
-        stream=request.stream,
-        include_usage=wants_usage(request),
-        top_logprobs=top_logprobs,
-        chat=chat,
-        max_tool_calls=None if request.parallel_tool_calls else 1,
-    )
-
-
-def completion_generation_request(
-    request: CompletionRequest, model: ModelInfo, limits: Limits, salt: str = ""
-) -> GenerationRequest:
-    """The request for `n` continuations of each prompt."""
-    if request.echo and request.logprobs is not None:
-        raise APIError(400, "echo with logprobs is not supported: leave one of them out.", param="echo")
-    check_choice_count(request, len(prompt_list(request)) * request.n, limits)
-    prompts, negative = encode_prompts(request, model), encode_negative_prompt(request, model)
-    filters = output_filters(request, model.tokenizer, limits)
-    shared = shared_arguments(request, model, limits, salt, filters, request.logprobs)
-    jobs = [
-        shared | sequence_arguments(request, model, limits, [ids, *negative], index * request.n + i)
-        for index, ids in enumerate(prompts)
-        for i in range(request.n)
-    ]
-    echo = [prompt_text(request, i, ids, model) if request.echo else "" for i, ids in enumerate(prompts)]
-    return GenerationRequest(
-        model=model.name,
-        tokenizer=model.tokenizer,
-        job_arguments=tuple(jobs),
-        n=request.n,
-        stream=request.stream,
-        include_usage=wants_usage(request),
-        top_logprobs=request.logprobs,
-        echo=tuple(text for text in echo for _ in range(request.n)),
-    )
-
-
-def to_generation_request(request: BaseRequest, model: ModelInfo, limits: Limits, salt: str = "") -> GenerationRequest:
-    """The generation request of a chat or a completion; `salt` keeps callers' prefix caches apart."""
-    if isinstance(request, ChatRequest):
-        return chat_generation_request(request, model, limits, salt)
-    if isinstance(request, CompletionRequest):
-        return completion_generation_request(request, model, limits, salt)
-    raise TypeError(type(request).__name__)
 
 
 def response_writer(
@@ -163,8 +67,8 @@ class _Writer:
     """The parts that the writers of chats and of completions share."""
 
     MEDIA_TYPE: ClassVar[str] = EVENT_STREAM
-    STREAM_END: ClassVar[bytes] = DONE
-    KEEP_ALIVE: ClassVar[bytes] = KEEP_ALIVE
+    STREAM_END: ClassVar[bytes] = b"data: [DONE]\n\n"
+    KEEP_ALIVE: ClassVar[bytes] = b": waiting\n\n"  # a comment, which clients ignore
     ID_PREFIX: ClassVar[str]
 
     def __init__(self, request: GenerationRequest, unique_id: str | None = None, created: int | None = None) -> None:
@@ -193,11 +97,13 @@ class _Writer:
             return []
         return [{**self._event([]), "usage": self.usage(), "timings": self.timings()}]
 
-    def encode(self, event: Any) -> bytes:
+    @staticmethod
+    def encode(event: Any) -> bytes:
         """A server-sent event."""
         return sse_event(event)
 
-    def error_event(self, error: Exception) -> ErrorReply:
+    @staticmethod
+    def error_event(error: Exception) -> ErrorReply:
         """The error object, as an event of its own."""
         return to_api_error(error).body
 
@@ -423,20 +329,6 @@ class _ChatChoiceState:
         return chunk
 
 
-def make_output_parser(request: GenerationRequest) -> OutputParser:
-    """A parser for one answer of a chat."""
-    chat = request.chat
-    if chat is None:
-        return OutputParser()
-    return OutputParser(
-        chat.tool_format,
-        chat.tool_names,
-        in_reasoning=chat.opens_reasoning,
-        forced_call=chat.forced_call_schema is not None,
-        max_calls=request.max_tool_calls,
-    )
-
-
 def _top_logprobs_with_sampled(token: SampledToken) -> dict[str, float]:
     """The most likely tokens by their texts, with the sampled one, as clients look it up there."""
     top = dict(token.top_logprobs)
@@ -458,3 +350,27 @@ def _chat_logprobs(tokens: list[SampledToken]) -> ChatLogprobs:
 def _logprob_entry(text: str, logprob: float) -> TopLogprob:
     is_complete = "\ufffd" not in text  # the bytes of a part of a character are not known here
     return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_complete else None}
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint(
+        path="/v1/chat/completions",
+        name="chat",
+        description="Answer a conversation, at once or as a stream of events.",
+        request_type=ChatRequest,
+        response_type=ChatReply,
+        event_type=ChatChunk,
+        to_openai=lambda request: request,
+        writer=ChatWriter,
+    ),
+    Endpoint(
+        path="/v1/completions",
+        name="complete",
+        description="Continue a text, or several.",
+        request_type=CompletionRequest,
+        response_type=CompletionReply,
+        event_type=CompletionReply,
+        to_openai=lambda request: request,
+        writer=CompletionWriter,
+    ),
+)

@@ -1,7 +1,7 @@
 """The OpenAPI description of the routes, and a page that shows it.
 
-FastAPI cannot derive request bodies and stream events by itself: bodies are validated in `body`, off the
-event loop if large, instead of by FastAPI on it, and routes return finished responses. The page is written
+FastAPI cannot derive request bodies and stream events by itself: bodies are validated in `middleware`, off
+the event loop if large, instead of by FastAPI on it, and routes return finished responses. The page is written
 here because the documentation pages of FastAPI (Swagger UI, ReDoc) load scripts from other servers; this one
 is plain HTML that works offline and under the server's Content-Security-Policy.
 """
@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, TypeAdapter
 
 from . import dialects
+from .responses import EVENT_STREAM, Endpoint
 from .schema import DetokenizeRequest, EmbeddingsRequest, ErrorReply, ModelRequest, TokenizeRequest
 
 Mode = Literal["validation", "serialization"]
@@ -67,13 +68,16 @@ def request_body_of(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def event_stream_of(event_type: Any) -> dict[int | str, dict[str, Any]]:
-    """The description of a stream's events: JSON objects, and `[DONE]` at last."""
-    models = [{"$ref": SCHEMA_REF.format(model=one.__name__)} for one in (event_type, ErrorReply)]
-    content = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": models}}
-    data = {"anyOf": [{"const": "[DONE]"}, content]}
-    schema = {"type": "object", "properties": {"data": data}, "required": ["data"]}
-    return {200: {"content": {"text/event-stream": {"schema": schema}}}}
+def event_stream_of(endpoint: Endpoint) -> dict[int | str, dict[str, Any]]:
+    """The description of a stream's events: JSON objects, and what ends the stream."""
+    models = {"anyOf": [{"$ref": SCHEMA_REF.format(model=one.__name__)} for one in (endpoint.event_type, ErrorReply)]}
+    schema: dict[str, Any] = models
+    if endpoint.writer.MEDIA_TYPE == EVENT_STREAM:
+        content = {"type": "string", "contentMediaType": "application/json", "contentSchema": models}
+        end = endpoint.writer.STREAM_END.removeprefix(b"data: ").strip().decode()
+        data = {"anyOf": [*([{"const": end}] if end else []), content]}
+        schema = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    return {200: {"content": {endpoint.writer.MEDIA_TYPE: {"schema": schema}}}}
 
 
 class AppWithSchemas(FastAPI):

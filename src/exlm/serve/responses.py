@@ -1,27 +1,24 @@
-"""HTTP responses: JSON and server-sent events; and the cancelling of work whose client has disconnected."""
+"""What a dialect provides, `Endpoint`s and a `ResponseWriter`, and the JSON and server-sent events it writes.
+
+A dialect is an HTTP API in which the server generates text. It is a module such as `openai`: schemas of its
+requests, a function that converts them to OpenAI's form, and a writer that turns `OutputDelta`s into its responses.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar, Protocol
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-T = TypeVar("T")
+from .errors import APIError
+from .generation import GenerationRequest, OutputDelta
+from .schema import OpenAIRequest, StrictModel
 
 EVENT_STREAM = "text/event-stream"
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"
-"""A comment, which clients ignore."""
-KEEP_ALIVE_SECONDS = 15.0
-
-
-class ClientDisconnected(Exception):
-    """The client closed the connection before the response was complete."""
 
 
 def sse_event(data: Any) -> bytes:
@@ -44,45 +41,58 @@ class JsonResponse(Response):
         return json_bytes(content)
 
 
-class EventStreamResponse(Response):
-    """A stream that ends with its iterator or when the client disconnects; it then calls `close`."""
+class ResponseWriter(Protocol):
+    """The response to one request in one dialect, built delta by delta."""
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], media_type: str = EVENT_STREAM) -> None:
-        self.status_code, self.background = 200, None
-        self.media_type = media_type
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._events, self._close = events, close
+    MEDIA_TYPE: ClassVar[str]
+    """The content type of streams."""
+    STREAM_END: ClassVar[bytes]
+    """The bytes that end a complete stream."""
+    KEEP_ALIVE: ClassVar[bytes]
+    """Sent in a stream when there has been nothing to send for a while."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events while listening for a disconnect."""
-        try:
-            with suppress(ClientDisconnected):
-                await cancel_on_disconnect(self._send(send), receive)
-        finally:
-            self._close()
+    request: GenerationRequest
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for data in self._events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+    def __init__(self, request: GenerationRequest, unique_id: str | None, created: int | None) -> None:
+        """A random id and the current time are used where they are None."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every text has finished."""
+
+    def start_events(self) -> list[Any]:
+        """The events that begin a stream."""
+
+    def push(self, index: int, delta: OutputDelta) -> list[Any]:
+        """Add to the text `index`; returns the events for it."""
+
+    def final_events(self) -> list[Any]:
+        """The events after all texts have finished."""
+
+    def body(self) -> Any:
+        """The complete response, as JSON data."""
+
+    @staticmethod
+    def error_event(error: Exception) -> Any:
+        """The event that ends a stream which failed."""
+
+    @staticmethod
+    def encode(event: Any) -> bytes:
+        """The bytes of an event."""
 
 
-async def cancel_on_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Await `work`; cancel it and raise ClientDisconnected if the client disconnects before it is done."""
-    task, listener = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        both: list[asyncio.Future[Any]] = [task, listener]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnected
-    finally:
-        task.cancel()
-        listener.cancel()
-        await asyncio.gather(task, listener, return_exceptions=True)
+@dataclass(frozen=True)
+class Endpoint:
+    """A route that generates text, in some dialect."""
 
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    path: str
+    name: str
+    description: str
+    request_type: type[StrictModel]
+    response_type: Any
+    event_type: Any
+    to_openai: Callable[[Any], OpenAIRequest]
+    """Converts a request to OpenAI's form. A ValidationError that it raises is the client's error."""
+    writer: type[ResponseWriter]
+    error_body: Callable[[APIError], Any] = attrgetter("body")
+    """The JSON data of a response that refuses a request; OpenAI's unless given."""

@@ -424,6 +424,10 @@ class ChatRequest(BaseRequest):
     chat_template_kwargs: JsonObject | None = None
 
 
+OpenAIRequest = ChatRequest | CompletionRequest
+"""The two forms of a request to which the dialects convert theirs."""
+
+
 class TokenizeRequest(StrictModel):
     """`POST /tokenize`: a text, or a conversation as the chat template renders it."""
 
