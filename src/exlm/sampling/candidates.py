@@ -215,10 +215,6 @@ class Candidates:
         p, ids = (self.p, self.ids) if self.original is None else self.original
         return p.gather(1, tokens) if ids is None else torch.where(ids == tokens, p, 0.0).sum(-1, keepdim=True)
 
-    def select_rows(self, rows: list[int]) -> Candidates:
-        """Some of the rows."""
-        return Candidates(self.p[rows], None if self.ids is None else self.ids[rows], self.is_sorted)
-
     def keep_and_renormalize(self, mask: Tensor, active: Tensor | None) -> None:
         """Drop what is not in the mask and renormalise, in the active rows (None: all)."""
         if active is not None:
@@ -258,7 +254,7 @@ def all_candidates_in_chunks(
         members = list(rows[start : start + step])
         compiled = [compiled_rows[row] for row in members]
         params = batch_params(compiled, x.device)
-        yield members, all_candidates(_select_rows(x, members), compiled, params)
+        yield members, all_candidates(x if len(members) == len(x) else x[members], compiled, params)
 
 
 def floor_needs_total(compiled: CompiledSettings) -> bool:
@@ -301,45 +297,29 @@ def candidates_above_floor(
     total = params.block_prob_sums(x, top).sum(-1, keepdim=True) if floor_needs_total(compiled_rows[0]) else None
     log_ratios = torch.tensor(floors, dtype=torch.float64).unsqueeze(1)
     min_logit = top - params.logit_distance(log_ratios if total is None else log_ratios + total.log())
-    remaining = list(range(len(x)))
+    rows, selected = list(range(len(x))), x
     for size in CANDIDATE_COUNTS:
-        if not remaining or size * 4 > x.shape[1]:
+        if size * 4 > x.shape[1]:
             break
-        found, complete_rows = _try_top_candidates(size, remaining, x, compiled_rows, maxima, top, min_logit, total)
-        if any(complete_rows):
-            rows = [row for row, complete in zip(remaining, complete_rows, strict=True) if complete]
-            if len(rows) < len(remaining):
-                found = found.select_rows([i for i, complete in enumerate(complete_rows) if complete])
-            yield rows, found
-            remaining = [row for row, complete in zip(remaining, complete_rows, strict=True) if not complete]
-    yield from all_candidates_in_chunks(x, remaining, compiled_rows)
-
-
-def _try_top_candidates(
-    size: int,
-    rows: list[int],
-    x: Tensor,
-    compiled_rows: Sequence[CompiledSettings],
-    maxima: Tensor,
-    top: Tensor,
-    min_logit: Tensor,
-    total: Tensor | None,
-) -> tuple[Candidates, list[bool]]:
-    """The `size` most probable tokens of some rows, and for which rows no others can remain."""
-    params = batch_params([compiled_rows[row] for row in rows], x.device)
-    values, ids = stable_top_k(_select_rows(x, rows), size, _select_rows(maxima, rows))
-    min_logit = _select_rows(min_logit, rows)
-    weights = torch.where(values >= min_logit, params.unnormalized_probs(values, _select_rows(top, rows)), 0.0)
-    sums = weights.sum(-1, keepdim=True)
-    p = weights / (sums if total is None else _select_rows(total, rows))
-    complete = values[:, -1:] < min_logit
-    if total is not None:
-        complete |= p.sum(-1, keepdim=True) >= params.columns["top_p"]
-    return Candidates(p, ids, True), complete.squeeze(1).tolist()
-
-
-def _select_rows(x: Tensor, rows: list[int]) -> Tensor:
-    return x if len(rows) == len(x) else x[rows]
+        values, ids = stable_top_k(selected, size, maxima)
+        weights = torch.where(values >= min_logit, params.unnormalized_probs(values, top), 0.0)
+        p = weights / (weights.sum(-1, keepdim=True) if total is None else total)
+        no_others_remain = values[:, -1:] < min_logit
+        if total is not None:
+            no_others_remain |= p.sum(-1, keepdim=True) >= params.columns["top_p"]
+        complete = no_others_remain.squeeze(1).tolist()
+        if all(complete):
+            yield rows, Candidates(p, ids, True)
+            return
+        if any(complete):
+            done = [i for i, is_complete in enumerate(complete) if is_complete]
+            left = [i for i, is_complete in enumerate(complete) if not is_complete]
+            yield [rows[i] for i in done], Candidates(p[done], ids[done], True)
+            rows = [rows[i] for i in left]
+            selected, maxima, top, min_logit = selected[left], maxima[left], top[left], min_logit[left]
+            total = None if total is None else total[left]
+            params = batch_params([compiled_rows[row] for row in rows], x.device)
+    yield from all_candidates_in_chunks(x, rows, compiled_rows)
 
 
 @dataclass
@@ -350,6 +330,10 @@ class DrawnTokens:
     probs: Tensor
     top_tokens: Tensor | None = None
     top_probs: Tensor | None = None
+
+
+DrawnRows = tuple[list[int], DrawnTokens]
+"""Some rows of the batch, by their indices, and their tokens."""
 
 
 def _inverse_cdf(p: Tensor, uniforms: Tensor) -> Tensor:

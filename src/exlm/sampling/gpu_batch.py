@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..kernels.launch import raw_stream
 from ..kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
 from ..sampler_chain import STATEFUL_STEPS
-from .candidates import DrawnTokens
+from .candidates import DrawnRows, DrawnTokens
 from .gpu_buffers import HostTokens, OutputBuffer, StagingRing
 from .gpu_kernels import (
     KernelOutput,
@@ -633,7 +633,7 @@ class GpuSampler:
         self._batch = batch
         return batch
 
-    def launch(self, x: Tensor, batch: GpuBatch) -> tuple[list[tuple[list[int], DrawnTokens]], HostTokens | None]:
+    def launch(self, x: Tensor, batch: GpuBatch) -> tuple[list[DrawnRows], HostTokens | None]:
         """The tokens of a batch's groups, each with its batch indices, from logits (rows, width).
 
         They come as one part, and as host tokens too, unless torch samples other rows or several groups have

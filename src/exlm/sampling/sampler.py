@@ -22,6 +22,7 @@ from ..sampler_chain import STEPS_BY_STAGE
 from . import gpu_kernels
 from .candidates import (
     Candidates,
+    DrawnRows,
     DrawnTokens,
     all_candidates_in_chunks,
     block_maxima,
@@ -177,7 +178,7 @@ class Sampler:
         mixed[cfg_rows] = mix_logits(x[positive_rows], x[positive_rows + 1], scale)
         return mixed
 
-    def _sample_group(self, x: Tensor, group: RowGroup, num_top: int) -> list[tuple[list[int], DrawnTokens]]:
+    def _sample_group(self, x: Tensor, group: RowGroup, num_top: int) -> list[DrawnRows]:
         """Draw a token for the rows of one group from the batch's logits; in parts with the batch indices."""
         if len(group.tasks) < len(x):
             x = x.index_select(0, torch.tensor(group.batch_indices).to(x.device, non_blocking=True))
@@ -234,7 +235,7 @@ class PendingOutput:
         return tokens
 
 
-def _merge_parts(parts: Sequence[tuple[list[int], DrawnTokens]], device: torch.device) -> DrawnTokens:
+def _merge_parts(parts: Sequence[DrawnRows], device: torch.device) -> DrawnTokens:
     """The tokens of several groups, each with its rows' indices, in the order of the batch; in float32."""
     drawn = parts[0][1]
     if len(parts) > 1:
@@ -298,7 +299,7 @@ def final_candidates(x: Tensor, group: RowGroup, maxima: Tensor) -> Iterator[tup
         yield members, selected, c
 
 
-def _draw_group(x: Tensor, group: RowGroup, num_top: int) -> list[tuple[list[int], DrawnTokens]]:
+def _draw_group(x: Tensor, group: RowGroup, num_top: int) -> list[DrawnRows]:
     """Draw a token for every row of edited logits (rows, vocab), and update the rows' states.
 
     The tokens come in parts, each with its rows' batch indices; rows without a usable logit get a negative one.

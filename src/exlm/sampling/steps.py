@@ -27,14 +27,26 @@ from .settings import CompiledSettings
 from .vocabulary import SamplerVocabulary
 
 SearchKind = Literal["greedy", "unfiltered", "top_k", "floor_of_max", "floor_of_total", "full_vocab"]
-GroupKey = tuple[SearchKind, bool, bool, bool]
+"""How a row's candidates are found: the largest logit alone; from all tokens, without any step; the k largest
+logits; the tokens above a floor, which is a part of the largest probability or of their sum; all tokens."""
+
+
+class GroupKey(NamedTuple):
+    """What rows have in common that go through the steps together.
+
+    Sorting the vocabulary is slow: rows that need no sorting, by probability or by surprise, get another group.
+    """
+
+    search: SearchKind
+    edits_logits: bool
+    sorts_vocab: bool
+    sorts_by_surprise: bool
 
 
 class SamplingTask(NamedTuple):
-    """A row of the batch with what its settings amount to: how its candidates are found, at which position.
+    """A row of the batch, with what its settings ask for at its position.
 
-    Tasks with the same `group_key`, which begins with the kind of search and whether the row's logits are
-    edited, go through the steps together.
+    Tokens whose probability has a logarithm below `log_prob_floor` need not be looked at.
     """
 
     batch_index: int
@@ -82,12 +94,9 @@ def _search_for(
         kind = "unfiltered"
     elif floor > -math.inf:
         kind = "floor_of_total" if floor_needs_total(compiled) else "floor_of_max"
-    # Sorting the vocabulary is slow: rows that need no sorting get a group of their own.
-    needs_sort = (
-        kind == "full_vocab" and bool(compiled.steps & STEPS_NEEDING_SORT),
-        kind == "full_vocab" and "typical" in compiled.steps,
-    )
-    return floor, (kind, edited, *needs_sort)
+    is_full = kind == "full_vocab"
+    sorts_vocab = is_full and bool(compiled.steps & STEPS_NEEDING_SORT)
+    return floor, GroupKey(kind, edited, sorts_vocab, is_full and "typical" in compiled.steps)
 
 
 class RowGroup:
@@ -102,7 +111,7 @@ class RowGroup:
         self, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int, device: torch.device
     ) -> None:
         self.tasks, self.vocabulary, self.width, self.device = tasks, vocabulary, width, device
-        self.search, self.edits_logits, _, _ = tasks[0].group_key
+        self.search, self.edits_logits = tasks[0].group_key[:2]
         self.batch_indices = [task.batch_index for task in tasks]
         self.compiled = [task.compiled for task in tasks]
         self.batch_params = batch_params(self.compiled, device)
