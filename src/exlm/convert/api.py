@@ -14,13 +14,13 @@ from pathlib import Path
 from torch import Tensor
 
 from ..atomic import atomic_dir, check_disk_space, check_output_dir, report_write_errors
-from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, WeightSource, open_source, save_sharded
-from ..config import Config, FrozenConfig
+from ..checkpoint import open_source, save_sharded
+from ..config import Config
 from ..errors import InputError
 from ..model.loader import ProgressCallback
 from .plan import KEPT_FORMATS, ConversionPlan, ConversionStep
-from .planners import FolderPlanner, GgufPlanner
-from .side_files import CONFIG_FILE, SideFiles, side_files_of_folder, side_files_of_gguf
+from .planners import make_plan
+from .side_files import CONFIG_FILE, side_files
 
 DEFAULT_SHARD_BYTES = 2 * 2**30
 """Size of a weight file, and of the memory that holds its tensors until it is written."""
@@ -56,7 +56,8 @@ def convert_model(
     checkpoint = open_source(frozen.path, frozen.spec.names, frozen.quantization)
     source_paths = [Path(os.path.realpath(path)) for path in (frozen.path, *checkpoint.files.paths)]
     check_output_dir(folder, source_paths, overwrite=overwrite)
-    plan, files = _make_plan(frozen, checkpoint, to)
+    plan = make_plan(frozen, checkpoint, to)
+    files = side_files(frozen, checkpoint, plan)
     check_disk_space(folder, plan.nbytes + files.nbytes + DISK_SLACK_BYTES, "the new model")
     with atomic_dir(folder, overwrite=overwrite) as temp_dir:
         weights = save_sharded(temp_dir, _iter_tensors(plan.steps, progress), shard_bytes=shard_bytes)
@@ -66,16 +67,6 @@ def convert_model(
                 shutil.copymode(temp_dir / CONFIG_FILE, path)
         _check_result(temp_dir, plan)
     return target_path
-
-
-def _make_plan(frozen: FrozenConfig, checkpoint: WeightSource, to: str) -> tuple[ConversionPlan, SideFiles]:
-    """The plan of the conversion, and the files beside the weights."""
-    if isinstance(checkpoint, GgufCheckpoint):
-        plan = GgufPlanner(checkpoint, frozen.spec, to).plan()
-        return plan, side_files_of_gguf(checkpoint.files, checkpoint.has("head"))
-    assert isinstance(checkpoint, SafetensorsCheckpoint)
-    plan = FolderPlanner(checkpoint, frozen.spec, to, frozen.quantization).plan()
-    return plan, side_files_of_folder(frozen.path, plan, frozen.quantization)
 
 
 def _iter_tensors(steps: Sequence[ConversionStep], progress: ProgressCallback | None) -> Iterator[tuple[str, Tensor]]:

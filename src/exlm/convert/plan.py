@@ -85,14 +85,11 @@ class ConversionPlan:
 class ConversionPlanner(ABC):
     """Makes a `ConversionPlan`; a subclass for each container plans its matrices and other tensors."""
 
-    def __init__(self, model: spec.Model, to: str) -> None:
+    def __init__(self, model: spec.Model, to: str, has_head: bool) -> None:
         self.model = model
         self.to = to
+        self.has_head = has_head  # whether the files hold one
         self.actions: dict[str, tuple[str, TensorAction]] = {}
-
-    @abstractmethod
-    def has(self, role: str) -> bool:
-        """Whether the files hold this role."""
 
     @abstractmethod
     def plan_matrix(self, m: Matrix) -> ConversionStep:
@@ -108,7 +105,7 @@ class ConversionPlanner(ABC):
 
     def plan(self) -> ConversionPlan:
         """The plan, in the order of the layers; `Unsupported` if it would lose anything."""
-        tied = self.model.head.tied and not self.has("head")
+        tied = self.model.head.tied and not self.has_head
         parts: list[VectorSpec | Matrix] = [Matrix("embed", self.model.hidden, self.model.vocab)]
         parts += vector_specs(self.model)
         parts += [m for m in matrices(self.model) if not (tied and m.role == "head")]

@@ -11,22 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, TensorInfo
+from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, TensorInfo, WeightSource
 from ..checkpoint.gguf_file import ROPE_FACTOR_TENSORS
 from ..checkpoint.safetensors_files import DTYPES, FLOAT_TYPES
+from ..config import FrozenConfig
 from ..errors import Unsupported
-from ..formats import FORMATS, PackedWeight, Weight, exl2, gptq
+from ..formats import FORMATS, Weight, exl2, gptq
 from ..formats.awq import NIBBLE_COLUMNS
 from ..formats.bits import WORD_BITS, unpack_rows
 from ..formats.quantization_config import QuantizationConfig
 from ..spec.model import Matrix
 from ..spec.tensor_names import RowRange, TensorLocation
-from .plan import CPU, ConversionPlanner, ConversionStep, NamedTensors, TensorAction, VectorSpec, dense_tensors
+from .plan import (
+    CPU,
+    ConversionPlan,
+    ConversionPlanner,
+    ConversionStep,
+    NamedTensors,
+    TensorAction,
+    VectorSpec,
+    dense_tensors,
+)
 
 TENSOR_SUFFIXES: dict[str, tuple[str, ...]] = {
     "dense": ("weight",),
@@ -46,7 +57,7 @@ class FolderPlanner(ConversionPlanner):
     def __init__(
         self, checkpoint: SafetensorsCheckpoint, model: spec.Model, to: str, quantization: QuantizationConfig | None
     ) -> None:
-        super().__init__(model, to)
+        super().__init__(model, to, checkpoint.has("head"))
         self.checkpoint = checkpoint
         self.files = checkpoint.files
         self.names_by_key = {model.names.to_llama_key(name): name for name in self.files.tensors}
@@ -59,10 +70,6 @@ class FolderPlanner(ConversionPlanner):
             "weight": "dense",
             "qweight": "awq" if layout == "gemm" else layout,
         }
-
-    def has(self, role: str) -> bool:
-        """Whether the files hold this role."""
-        return self.checkpoint.has(role)
 
     def plan_matrix(self, m: Matrix) -> ConversionStep:
         """Copy, slice, rewrite or unpack a matrix."""
@@ -172,17 +179,17 @@ class FolderPlanner(ConversionPlanner):
     ) -> ConversionStep:
         """A step that reads a matrix and writes it in its new format."""
         nbytes = _estimated_bytes(m, parts) + 4 * m.in_features
-        writer: Callable[[Weight], dict[str, Tensor]] = partial(dense_tensors, location=location)
+        write: Callable[[Any], dict[str, Tensor]] = partial(dense_tensors, location=location)
         suffixes = TENSOR_SUFFIXES["dense"]
         if action == "unpack":
             nbytes = 2 * m.out_features * m.in_features + 4 * m.out_features
         elif fmt == "exl2":
-            writer, suffixes = _write_exl2, exl2.TENSORS
+            write, suffixes = exl2.write, exl2.TENSORS
         elif fmt != "dense":
-            writer, suffixes = partial(_write_gptq, v2=self._writes_gptq_v2(fmt)), gptq.TENSORS
+            write, suffixes = partial(gptq.write, v2=self._writes_gptq_v2(fmt)), gptq.TENSORS
 
         def make() -> NamedTensors:
-            for suffix, tensor in writer(self._read_weight(m)).items():
+            for suffix, tensor in write(self._read_weight(m)).items():
                 yield location.tensor_key(suffix), tensor
 
         suffixes += ("bias",) if m.bias else ()
@@ -229,16 +236,6 @@ def _estimated_bytes(m: Matrix, parts: TensorsBySuffix) -> int:
     return total * padded // max(1, stored)
 
 
-def _write_exl2(weight: Weight) -> dict[str, Tensor]:
-    assert isinstance(weight, PackedWeight)
-    return exl2.write(weight)
-
-
-def _write_gptq(weight: Weight, *, v2: bool) -> dict[str, Tensor]:
-    assert isinstance(weight, PackedWeight)
-    return gptq.write(weight, v2=v2)
-
-
 def _check_encodable(step: ConversionStep) -> None:
     """Encode a matrix and drop the result, so that the plan fails and not the conversion half way."""
     try:
@@ -252,13 +249,9 @@ class GgufPlanner(ConversionPlanner):
     """Plans the conversion of a GGUF file."""
 
     def __init__(self, checkpoint: GgufCheckpoint, model: spec.Model, to: str) -> None:
-        super().__init__(model, to)
+        super().__init__(model, to, checkpoint.has("head"))
         self.checkpoint = checkpoint
         self.used_names = set(ROPE_FACTOR_TENSORS)  # their numbers are in config.json
-
-    def has(self, role: str) -> bool:
-        """Whether the file holds this role."""
-        return self.checkpoint.has(role)
 
     def plan_matrix(self, m: Matrix) -> ConversionStep:
         """Keep floats; unpack quantised blocks to float32."""
@@ -269,7 +262,13 @@ class GgufPlanner(ConversionPlanner):
         self._mark_used(m.role)
         location = self.target_location(m.role)
         names = [location.tensor_key(suffix) for suffix in ("weight", "bias")[: 1 + m.bias]]
-        return ConversionStep(m.role, tuple(names), nbytes, partial(self._dequantized_tensors, m, location))
+
+        def make() -> NamedTensors:
+            weight = self.checkpoint.weight(m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU)
+            for suffix, tensor in dense_tensors(weight, location).items():
+                yield location.tensor_key(suffix), tensor
+
+        return ConversionStep(m.role, tuple(names), nbytes, make)
 
     def plan_vector(self, v: VectorSpec) -> ConversionStep:
         """Write a vector in float32, GGUF's usual type, which holds every other exactly."""
@@ -278,7 +277,12 @@ class GgufPlanner(ConversionPlanner):
         location = self.target_location(v.role)
         names = {location.tensor_key(suffix): suffix for suffix in ("weight", "bias")[: 1 + v.bias]}
         size = 4 * max(torch.Size(shape).numel() for shape in v.shapes)
-        return ConversionStep(v.role, tuple(names), size * len(names), partial(self._vector_tensors, v, names))
+
+        def make() -> NamedTensors:
+            for name, suffix in names.items():
+                yield (name, self.checkpoint.tensor(v.role, v.shapes, dtype=torch.float32, device=CPU, suffix=suffix))
+
+        return ConversionStep(v.role, tuple(names), size * len(names), make)
 
     def plan_unassigned(self) -> Iterable[ConversionStep]:
         """No steps; `Unsupported` if there is a tensor of no role, which would be lost."""
@@ -296,11 +300,10 @@ class GgufPlanner(ConversionPlanner):
         assert stored is not None
         self.used_names |= {f"{stored.key}.weight", f"{stored.key}.bias"}
 
-    def _dequantized_tensors(self, m: Matrix, location: TensorLocation) -> NamedTensors:
-        weight = self.checkpoint.weight(m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU)
-        for suffix, tensor in dense_tensors(weight, location).items():
-            yield location.tensor_key(suffix), tensor
 
-    def _vector_tensors(self, v: VectorSpec, names: dict[str, str]) -> NamedTensors:
-        for name, suffix in names.items():
-            yield (name, self.checkpoint.tensor(v.role, v.shapes, dtype=torch.float32, device=CPU, suffix=suffix))
+def make_plan(config: FrozenConfig, checkpoint: WeightSource, to: str) -> ConversionPlan:
+    """The plan for a model's files, whichever container they are."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        return GgufPlanner(checkpoint, config.spec, to).plan()
+    assert isinstance(checkpoint, SafetensorsCheckpoint)
+    return FolderPlanner(checkpoint, config.spec, to, config.quantization).plan()

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..atomic import sync_file
-from ..checkpoint import GgufFile
-from ..config import read_json
+from ..checkpoint import GgufCheckpoint, GgufFile, WeightSource
+from ..config import FrozenConfig, read_json
 from ..families.gguf import config_from_metadata
 from ..formats.quantization_config import QuantizationConfig
 from ..tokenizer.gguf import GgufVocabulary, tokenizer_from_metadata, tokenizer_json, tokenizer_model
@@ -69,6 +69,13 @@ class SideFiles(NamedTuple):
             shutil.copyfile(source, folder / name)
         for name in (*self.written, *self.copied):
             sync_file(folder / name)
+
+
+def side_files(config: FrozenConfig, checkpoint: WeightSource, plan: ConversionPlan) -> SideFiles:
+    """The files beside the weights of a model that was converted as planned."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        return side_files_of_gguf(checkpoint.files, checkpoint.has("head"))
+    return side_files_of_folder(config.path, plan, config.quantization)
 
 
 def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: QuantizationConfig | None) -> SideFiles:

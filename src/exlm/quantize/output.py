@@ -22,11 +22,11 @@ from torch import Tensor
 
 from .. import spec
 from ..atomic import atomic_dir, report_write_errors
-from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, SafetensorsFolder, WeightSource, save_sharded
+from ..checkpoint import GgufCheckpoint, SafetensorsFolder, WeightSource, save_sharded
 from ..config import Config, FrozenConfig
 from ..convert.plan import ConversionPlan, vector_specs
-from ..convert.planners import FolderPlanner, GgufPlanner
-from ..convert.side_files import CONFIG_FILE, QUANTIZATION_FILES, SideFiles, side_files_of_folder, side_files_of_gguf
+from ..convert.planners import make_plan
+from ..convert.side_files import CONFIG_FILE, QUANTIZATION_FILES, SideFiles, side_files
 from ..errors import InputError
 from ..formats.bits import WORD_BITS
 from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS, TENSORS
@@ -58,11 +58,8 @@ def conversion_plan(frozen: FrozenConfig, source: WeightSource, roles: Set[str])
 
     A head that is not in `roles` is dequantised: readers of the new format may not know the source's.
     """
-    if isinstance(source, GgufCheckpoint):
-        return GgufPlanner(source, frozen.spec, "dense").plan()
-    assert isinstance(source, SafetensorsCheckpoint)
-    to = "safetensors" if "head" in roles else "dense"
-    return FolderPlanner(source, frozen.spec, to, frozen.quantization).plan()
+    is_gguf = isinstance(source, GgufCheckpoint)
+    return make_plan(frozen, source, "safetensors" if "head" in roles and not is_gguf else "dense")
 
 
 def unquantized_bytes(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> int:
@@ -149,10 +146,7 @@ def _to_float16(name: str, tensor: Tensor) -> Tensor:
 def _side_files(
     frozen: FrozenConfig, source: WeightSource, plan: ConversionPlan, quantization_config: Mapping[str, Any]
 ) -> SideFiles:
-    if isinstance(source, GgufCheckpoint):
-        files = side_files_of_gguf(source.files, source.has("head"))
-    else:
-        files = side_files_of_folder(frozen.path, plan, frozen.quantization)
+    files = side_files(frozen, source, plan)
     config = json.loads(files.written[CONFIG_FILE])
     config["quantization_config"] = dict(quantization_config)
     written = {**files.written, CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
