@@ -20,8 +20,8 @@ from ..checkpoint import WeightSource
 from ..errors import Unsupported
 from ..formats import DenseWeight, Weight
 from ..formats.host_buffers import release_pool, trim_heap
-from ..kernels.dispatch import BackendList, DispatchRecord
-from ..kernels.interface import AddNormFn, Backend, NormFn, NormPrologue, QKNormFn, RopeFn, SupportsFusion, no_rope
+from ..kernels.dispatch import BackendList
+from ..kernels.interface import AddNormFn, NormFn, NormPrologue, QKNormFn, RopeFn, SupportsFusion, no_rope
 from ..memory import has_address_space
 from ..nn import (
     AllHeadsNorm,
@@ -64,12 +64,10 @@ READER_ADDRESS_SPACE = 256 << 20
 
 
 def identity_norm(x: Tensor) -> Tensor:
-    """No norm."""
     return x
 
 
 def add_without_norm(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The addition without a norm."""
     total = x if y is None else x + y
     return total, total
 
@@ -102,7 +100,6 @@ class Builder:
     _ropes: dict[tuple[int, spec.Rope], RopeFn] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """List the matrices."""
         self._matrices: dict[str, Matrix] = {matrix.role: matrix for matrix in matrices(self.model)}
         self._embedding_weight: Weight | None = None
         self._prefetcher: WeightPrefetcher[Callable[[], Linear]] | None = None
@@ -175,12 +172,14 @@ class Builder:
     def embedding_weight(self) -> Weight:
         """The embedding's matrix, read once: in its stored dtype, unless it is also the head."""
         if self._embedding_weight is None:
-            m, backends = self.model, self.backends_for("embed")
-            dtype = backends.dtype if self.tied and self.backends_for("head") is backends else None
-            self._embedding_weight = self.checkpoint.weight(
-                "embed", m.hidden, m.vocab, bias=False, dtype=dtype, device=backends.device
-            )
+            backends = self.backends_for("embed")
+            is_head = self.tied and self.backends_for("head") is backends
+            self._embedding_weight = self._read_embedding(backends.device, backends.dtype if is_head else None)
         return self._embedding_weight
+
+    def _read_embedding(self, device: torch.device, dtype: torch.dtype | None) -> Weight:
+        hidden, vocab = self.model.hidden, self.model.vocab
+        return self.checkpoint.weight("embed", hidden, vocab, bias=False, dtype=dtype, device=device)
 
     @property
     def tied(self) -> bool:
@@ -215,12 +214,10 @@ class Builder:
 
     def tied_weight(self) -> Weight:
         """The embedding's matrix as the head's: the same, or a copy if the head is on another device."""
-        m, backends = self.model, self.backends_for("head")
+        backends = self.backends_for("head")
         if backends is self.backends_for("embed"):
             return self.embedding_weight()
-        return self.checkpoint.weight(
-            "embed", m.hidden, m.vocab, bias=False, dtype=backends.dtype, device=backends.device
-        )
+        return self._read_embedding(backends.device, backends.dtype)
 
     def block(self, i: int, layer: spec.Layer) -> BlockLike:
         """One decoder layer, sequential or parallel."""
@@ -266,7 +263,10 @@ class Builder:
             qkv = ClampedQkv(qkv, attn.qkv_clip)
         backends = self.backends_for(prefix)
         rope = self.rope(backends, attn.rope)
-        attend = backends.bind(prefix + "attn", _describe(attn), lambda backend: backend.attention(attn, rope))
+        window = f", window {attn.window}" if attn.window is not None else ""
+        cap = f", cap {attn.softcap:g}" if attn.softcap is not None else ""
+        detail = f"{attn.heads}/{attn.kv_heads} heads of {attn.head_dim}{window}{cap}"
+        attend = backends.bind(prefix + "attn", detail, lambda backend: backend.attention(attn, rope))
         return Attention(attn.head_dim, qkv, self.qk_norm(prefix, attn), attend, self.linear(prefix + "attn.o"))
 
     def qk_norm(self, prefix: str, attn: spec.Attention) -> QKNormFn:
@@ -284,11 +284,12 @@ class Builder:
         if isinstance(mlp, spec.Moe):
             return self.experts(prefix, mlp)
         up, down = self.linear(prefix + "mlp.up"), self.linear(prefix + "mlp.down")
+        backends = self.backends_for(prefix)
         if not mlp.gated:
-            plain = self.backends_for(prefix).bind(prefix + "mlp", mlp.act, lambda backend: backend.activation(mlp.act))
-            return PlainMlp(plain, up, down)
-        act = self.backends_for(prefix).bind(prefix + "mlp", mlp.act, lambda backend: backend.gated(mlp.act))
-        return GatedMlp(act, self.linear(prefix + "mlp.gate"), up, down)
+            act = backends.bind(prefix + "mlp", mlp.act, lambda backend: backend.activation(mlp.act))
+            return PlainMlp(act, up, down)
+        gated_act = backends.bind(prefix + "mlp", mlp.act, lambda backend: backend.gated(mlp.act))
+        return GatedMlp(gated_act, self.linear(prefix + "mlp.gate"), up, down)
 
     def experts(self, prefix: str, moe: spec.Moe) -> MoeMlp:
         """The router and the experts."""
@@ -298,7 +299,11 @@ class Builder:
 
         parts = expert_linears("gate"), expert_linears("up"), expert_linears("down")
         gate, up, down = ([linear.kernel for linear in part] for part in parts)
-        kernel = self.backends_for(prefix).bind(prefix + "mlp", _describe(moe), lambda x: x.moe(moe, gate, up, down))
+        kernel = self.backends_for(prefix).bind(
+            prefix + "mlp",
+            f"{moe.active} of {moe.experts} experts",
+            lambda backend: backend.moe(moe, gate, up, down),
+        )
         experts = Experts(kernel, [Expert(*three) for three in zip(*parts, strict=True)])
         return MoeMlp(self.linear(prefix + "mlp.router"), experts)
 
@@ -309,8 +314,7 @@ class Builder:
         key = id(backends), rope
         if key not in self._ropes:
             detail = f"{rope.dim} dimensions, {self.max_seq_len} positions"
-            make: Callable[[Backend], RopeFn] = lambda x: x.rope(rope, self.max_seq_len)  # noqa: E731
-            self._ropes[key] = backends.bind("rope", detail, make)
+            self._ropes[key] = backends.bind("rope", detail, lambda backend: backend.rope(rope, self.max_seq_len))
         return self._ropes[key]
 
     def norm(self, role: str, norm: spec.Norm | None, width: int, heads: int | None = None) -> NormFn:
@@ -362,22 +366,18 @@ class Builder:
             weight = self.read_weight(role)
             if not backends.can_bind_concurrently:
                 return partial(self.bind_linear, role, weight)
-            return partial(self._record_dispatch, backends, *self._bind(role, weight))
+            kernel, record = backends.dispatch(role, weight.describe(), lambda backend: backend.linear(weight))
+
+        def finish() -> Linear:
+            backends.records.append(record)  # here, so that records are in the model's order
+            return Linear(kernel, weight.in_features, weight.out_features)
+
+        return finish
 
     def bind_linear(self, role: str, weight: Weight) -> Linear:
         """Bind a weight to a kernel."""
-        return self._record_dispatch(self.backends_for(role), *self._bind(role, weight))
-
-    def _bind(self, role: str, weight: Weight) -> tuple[Linear, DispatchRecord]:
-        kernel, record = self.backends_for(role).dispatch(
-            role, weight.describe(), lambda backend: backend.linear(weight)
-        )
-        return Linear(kernel, weight.in_features, weight.out_features), record
-
-    @staticmethod
-    def _record_dispatch(backends: BackendList, linear: Linear, record: DispatchRecord) -> Linear:
-        backends.records.append(record)
-        return linear
+        kernel = self.backends_for(role).bind(role, weight.describe(), lambda backend: backend.linear(weight))
+        return Linear(kernel, weight.in_features, weight.out_features)
 
     def stored_bytes(self, role: str) -> int:
         """A matrix's stored bytes; a head that the files lack is the embedding."""
@@ -385,21 +385,12 @@ class Builder:
 
     def read_weight(self, role: str) -> Weight:
         """A matrix from the files, on its module's device."""
-        _, width_in, width_out, bias = self._matrices[role]
+        _, in_features, out_features, bias = self._matrices[role]
         backends = self.backends_for(role)
         weight = self.checkpoint.weight(
-            role, width_in, width_out, bias=bias, dtype=backends.dtype, device=backends.device
+            role, in_features, out_features, bias=bias, dtype=backends.dtype, device=backends.device
         )
         return self.with_normalized_rows(weight) if role == "head" else weight
-
-
-def _describe(part: spec.Attention | spec.Moe) -> str:
-    """A short description for `explain()`."""
-    if isinstance(part, spec.Moe):
-        return f"{part.active} of {part.experts} experts"
-    window = f", window {part.window}" if part.window is not None else ""
-    cap = f", cap {part.softcap:g}" if part.softcap is not None else ""
-    return f"{part.heads}/{part.kv_heads} heads of {part.head_dim}{window}{cap}"
 
 
 class WeightPrefetcher(Generic[T]):
@@ -415,55 +406,43 @@ class WeightPrefetcher(Generic[T]):
         self._size = cache(size)
         self._queue = deque(roles)
         self._max_bytes = total_bytes // IN_FLIGHT_DIVISOR
-        self._in_flight: dict[str, Future[T]] = {}
-        self._in_flight_bytes: dict[str, int] = {}  # of those not taken yet
+        self._in_flight: dict[str, tuple[Future[T], int]] = {}  # with its bytes
         threads = num_reader_threads(total_bytes)
         self._executor = ThreadPoolExecutor(threads, "exlm-read") if threads else None
 
     def __enter__(self) -> Self:
         try:
             self._submit_more()
-        except BaseException:  # a thread could not start: `__exit__` is not called
-            self._close()
+        except BaseException:  # a thread could not start: Python does not call `__exit__`
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+        self._in_flight.clear()
 
     def take(self, role: str) -> T:
         """The weight of a role, or the error of loading it; each role once."""
         if self._executor is None:
             return self._load(role)
-        while self._queue and role not in self._in_flight:
-            self._submit(self._queue.popleft())
-        if role not in self._in_flight:
-            self._submit(role)
+        while role not in self._in_flight:
+            next_role = self._queue.popleft() if self._queue else role
+            self._submit(self._executor, next_role, self._size(next_role))
         self._submit_more()
-        del self._in_flight_bytes[role]
-        return self._in_flight.pop(role).result()
-
-    def _close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-        self._in_flight.clear()
-        self._in_flight_bytes.clear()
+        return self._in_flight.pop(role)[0].result()
 
     def _submit_more(self) -> None:
-        while self._executor is not None and self._queue and self._may_submit(self._queue[0]):
-            self._submit(self._queue.popleft())
+        """Submit weights while few enough, and few enough bytes, are in flight."""
+        while self._executor is not None and self._queue and len(self._in_flight) <= MAX_IN_FLIGHT:
+            size = self._size(self._queue[0])
+            if sum(nbytes for _, nbytes in self._in_flight.values()) + size > self._max_bytes:
+                return
+            self._submit(self._executor, self._queue.popleft(), size)
 
-    def _may_submit(self, role: str) -> bool:
-        """Whether another weight may be in flight."""
-        return (
-            len(self._in_flight) <= MAX_IN_FLIGHT
-            and sum(self._in_flight_bytes.values()) + self._size(role) <= self._max_bytes
-        )
-
-    def _submit(self, role: str) -> None:
-        assert self._executor is not None
-        self._in_flight[role] = self._executor.submit(self._load, role)
-        self._in_flight_bytes[role] = self._size(role)
+    def _submit(self, executor: ThreadPoolExecutor, role: str, size: int) -> None:
+        self._in_flight[role] = executor.submit(self._load, role), size
 
 
 def num_reader_threads(total: int) -> int:
