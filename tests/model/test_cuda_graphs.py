@@ -254,7 +254,7 @@ def test_drafts_are_verified_in_few_batch_sizes(fixtures_dir: Path, monkeypatch:
     drafted, generator = run_repetitive_jobs(loaded, use_ngram_draft=True)
     assert drafted == plain
     engine_runner: Any = generator._engine.runner
-    assert {bucket.tokens for bucket in engine_runner.graphs._captured} <= {1, 2, 4, 8}
+    assert {bucket.tokens for bucket in engine_runner.graphs._graphs} <= {1, 2, 4, 8}
 
 
 @pytest.mark.gpu
@@ -262,8 +262,8 @@ def test_drafts_are_verified_in_few_batch_sizes(fixtures_dir: Path, monkeypatch:
 def test_drafts_are_verified_by_replay(fixtures_dir: Path, name: str) -> None:
     _, generator = run_repetitive_jobs(ModelWithTokenizer(fixtures_dir / name, "cuda"), use_ngram_draft=True)
     runner: Any = generator._engine.runner
-    assert {bucket.tokens for bucket in runner.graphs._captured} <= {1, 2, 4, 8}
-    captured = runner.graphs._captured.items()
+    assert {bucket.tokens for bucket in runner.graphs._graphs} <= {1, 2, 4, 8}
+    captured = runner.graphs._graphs.items()
     assert any(one.graph is not None for bucket, one in captured if bucket.tokens == 8)
 
 

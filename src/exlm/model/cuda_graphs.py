@@ -46,20 +46,21 @@ class Bucket(NamedTuple):
         return cls(padded_rows, tokens, max(MIN_PAGES, 1 << (pages - 1).bit_length()))
 
 
-class CapturedDecode:
-    """One bucket's inputs, outputs and, once captured, its graph."""
+class DecodeGraph:
+    """One bucket's input and output tensors and, once captured, its CUDA graph."""
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
-        self.warmed_up = False
-        """Whether a batch of this bucket has run before."""
+        self.warmed_up = False  # whether a batch of this bucket has run before
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         count = bucket.rows * (1 + bucket.tokens + bucket.pages)
         # Past lengths, ids and page tables, on the device and on the host.
         self._device_inputs = torch.zeros(count, dtype=torch.int64, device=device)
         self._pinned_inputs = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._copy_done = _make_event(device)  # after this event `_pinned_inputs` may be written again
+        cuda: Any = torch.cuda  # its events are untyped
+        # After this event `_pinned_inputs` may be written again; on a CPU copies are synchronous.
+        self._copy_done = cuda.Event() if device.type == "cuda" else None
         self._past, self._ids, self._page_table = (part.numpy() for part in self._split_inputs(self._pinned_inputs))
         self._device_ids = self._split_inputs(self._device_inputs)[1]
         self._last_pages: list[Sequence[int]] = []
@@ -123,7 +124,7 @@ class CudaGraphRunner:
         self._forward = forward
         self._device = device
         self._max_tokens = max_tokens
-        self._captured: dict[Bucket, CapturedDecode] = {}
+        self._graphs: dict[Bucket, DecodeGraph] = {}
         self._pool: Any = None
         self._disabled = device.type != "cuda"
 
@@ -139,25 +140,25 @@ class CudaGraphRunner:
         bucket = Bucket.of(rows, tokens, (max(past) + tokens - 1) // PAGE_SIZE + 1)
         if bucket is None or bucket.rows * bucket.tokens > self._max_tokens:
             return None
-        captured = self._captured.get(bucket)
-        if captured is None:
-            captured = self._captured[bucket] = CapturedDecode(bucket, self._device)
-        captured.copy_inputs(new_ids, past, pages)
-        if captured.graph is None and captured.warmed_up and not self._disabled:
-            self._capture(captured)
-        captured.warmed_up = True  # compiles kernels and makes tables, which cannot be captured
-        if captured.graph is None or captured.logits is None:
-            return self._forward(captured.batch())[:rows]
-        captured.graph.replay()
-        return captured.logits[:rows]
+        entry = self._graphs.get(bucket)
+        if entry is None:
+            entry = self._graphs[bucket] = DecodeGraph(bucket, self._device)
+        entry.copy_inputs(new_ids, past, pages)
+        if entry.graph is None and entry.warmed_up and not self._disabled:
+            self._capture(entry)
+        entry.warmed_up = True  # the first run compiles kernels and makes tables, which cannot be captured
+        if entry.graph is None or entry.logits is None:
+            return self._forward(entry.batch())[:rows]
+        entry.graph.replay()
+        return entry.logits[:rows]
 
-    def _capture(self, captured: CapturedDecode) -> None:
+    def _capture(self, entry: DecodeGraph) -> None:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
-                captured.logits = self._forward(captured.batch())
+                entry.logits = self._forward(entry.batch())
         except RuntimeError as error:
             self._disabled = True
             warnings.warn(
@@ -166,10 +167,4 @@ class CudaGraphRunner:
                 stacklevel=2,
             )
             return
-        captured.graph = graph
-
-
-def _make_event(device: torch.device) -> Any:
-    """An event to wait for; None on a CPU, where copies are synchronous."""
-    cuda: Any = torch.cuda  # torch's events are untyped
-    return cuda.Event() if device.type == "cuda" else None
+        entry.graph = graph

@@ -29,7 +29,7 @@ class SequenceExtras:
 
     adapters: tuple[LoraRef, ...] = ()
     embeddings: tuple[MMEmbedding, ...] = ()
-    loras: tuple[Lora, ...] = ()  # the model that the LoRAs were loaded for
+    loras: tuple[Lora, ...] = ()  # those that `adapters` refer to
     mrope_positions: Tensor | None = None  # (3, prompt) M-RoPE positions; None: plain positions
 
     @property

@@ -32,27 +32,20 @@ class UnloadedDecoder:
     """Replaces the decoder of an unloaded model."""
 
     def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
-        """Raise `NotLoaded`."""
         raise NotLoaded("The model was unloaded, and this generator went with it: load the model, make a new one.")
 
 
 class PagedSequence(Protocol):
-    """What a runner needs to know of a sequence."""
+    """What a runner needs to know of a sequence: all its tokens so far, its page numbers in order, its extras."""
 
     @property
-    def ids(self) -> Sequence[int]:
-        """All tokens so far."""
-        ...
+    def ids(self) -> Sequence[int]: ...
 
     @property
-    def pages(self) -> Sequence[int]:
-        """Its page numbers, in order."""
-        ...
+    def pages(self) -> Sequence[int]: ...
 
     @property
-    def extras(self) -> SequenceExtras | None:
-        """LoRAs, embeddings and M-RoPE positions."""
-        ...
+    def extras(self) -> SequenceExtras | None: ...
 
 
 class PagedModelRunner:

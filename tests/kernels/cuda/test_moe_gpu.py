@@ -93,11 +93,11 @@ def said(folder: Path, form_name: str, dequant_gemms: bool) -> tuple[list[list[i
 @pytest.mark.parametrize("form_name", ["exl2", "gptq", "gguf"])
 def test_passes_of_a_model_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form_name: str) -> None:
     alone, graphs = said(tmp_path, form_name, dequant_gemms=False)
-    assert any(one.graph is not None for one in graphs._captured.values())
+    assert any(one.graph is not None for one in graphs._graphs.values())
     dequant_gemms, graphs = said(tmp_path, form_name, dequant_gemms=True)
     agreed = sum(one == other for one, other in zip(dequant_gemms, alone, strict=True))
     assert agreed >= len(alone) - 1  # the router is dense, and its sums differ with the company
-    assert any(one.graph is not None for size, one in graphs._captured.items() if size.rows > 1)
+    assert any(one.graph is not None for size, one in graphs._graphs.items() if size.rows > 1)
     monkeypatch.setenv("EXLLAMA_NO_GRAPHS", "1")
     plain, graphs = said(tmp_path, form_name, dequant_gemms=False)
     assert graphs is None
