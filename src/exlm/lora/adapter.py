@@ -179,11 +179,9 @@ class RemoveLora:
 
     @property
     def module_role(self) -> str:
-        """The role of the module that is replaced."""
         return self.role
 
     def to(self, device: torch.device) -> RemoveLora:
-        """Itself: it has no weights."""
         return self
 
     def __call__(self, adapted: Any) -> Any:
@@ -204,9 +202,7 @@ def module_role_of(role: str) -> str:
 class AdaptableModules(Protocol):
     """The modules of a loaded model, in one process or several."""
 
-    def replace(self, role: str, change: ModuleChange) -> None:
-        """Replace the module of a role by `change(module)`."""
-        ...
+    def replace(self, role: str, change: ModuleChange) -> None: ...
 
 
 class ModelHandle(NamedTuple):
@@ -221,9 +217,7 @@ class ModelHandle(NamedTuple):
 class AdaptableModel(Protocol):
     """A model that adapters can be installed in."""
 
-    def model_handle(self) -> ModelHandle:
-        """Its modules, spec, devices and dtype; NotLoaded before it is loaded."""
-        ...
+    def model_handle(self) -> ModelHandle: ...
 
 
 class Lora:

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,35 +15,16 @@ from ..errors import InputError
 from ..tokenizer import EMBEDDING_INDEX
 
 
-class _HasHiddenSize(Protocol):
+class HasHiddenSize(Protocol):
     @property
     def hidden_size(self) -> int: ...
 
 
-class EmbeddingModel(Protocol):
-    """What an embedding needs of its model."""
+class HasConfig(Protocol):
+    """The part of a model that an embedding needs."""
 
     @property
-    def config(self) -> _HasHiddenSize:
-        """The model's configuration."""
-        ...
-
-
-class _IdAllocator:
-    """Allocates ranges of ids; no id is allocated twice in this process."""
-
-    def __init__(self, first: int) -> None:
-        self._next = first
-        self._lock = threading.Lock()
-
-    def allocate(self, count: int) -> int:
-        """Reserve `count` consecutive ids; returns the first."""
-        with self._lock:
-            first, self._next = self._next, self._next + count
-        return first
-
-
-_id_allocator = _IdAllocator(EMBEDDING_INDEX)
+    def config(self) -> HasHiddenSize: ...
 
 
 class MMEmbedding:
@@ -55,9 +36,12 @@ class MMEmbedding:
     unique in the process: prompts share cached pages of the same object, but not of an equal one.
     """
 
+    _next_id: ClassVar[int] = EMBEDDING_INDEX
+    _id_lock: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(
         self,
-        model: EmbeddingModel,
+        model: HasConfig,
         embeddings: Tensor,
         text_alias: str | None = None,
         thw_grid: Sequence[int] | None = None,
@@ -76,7 +60,9 @@ class MMEmbedding:
                 f"{pre_tokens} tokens before and {post_tokens} after a picture leave none of {self.length}."
             )
         self.thw_grid = None if thw_grid is None else _checked_grid(thw_grid, self.length - pre_tokens - post_tokens)
-        self.first_index = _id_allocator.allocate(self.length)
+        with self._id_lock:
+            self.first_index = MMEmbedding._next_id
+            MMEmbedding._next_id += self.length
         self.text_alias = f"<$EMB_{self.first_index}$>" if text_alias is None else text_alias
         if not isinstance(self.text_alias, str) or not self.text_alias:
             raise InputError(

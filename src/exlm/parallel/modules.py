@@ -23,9 +23,7 @@ from .shard import aligned_ranges, is_first_kv_replica
 class ReplaceableModules(Protocol):
     """What `combine_ranks` needs of a decoder."""
 
-    def replace(self, role: str, change: Callable[[Any], Any]) -> None:
-        """Replace a role's module by `change(module)`."""
-        ...
+    def replace(self, role: str, change: Callable[[Any], Any]) -> None: ...
 
 
 class RankCombiner:
@@ -82,7 +80,7 @@ class ShardedQKNorm:
     """
 
     def __init__(self, group: Group, attn: spec.Attention, eps: float, counts_keys: bool, inner: QKNormFn) -> None:
-        """`attn` is the whole model's; `counts_keys`: whether this rank's keys are counts_keys."""
+        """`attn` is the whole model's; `counts_keys`: whether this rank is the one that counts its kv heads."""
         self.group, self.eps, self.counts_keys, self.inner = group, eps, counts_keys, inner
         self.widths = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,49 +132,22 @@ class RankSource:
 
     @property
     def files(self) -> WeightFiles:
-        """The model's files."""
         return self.inner.files
 
     def has(self, role: str) -> bool:
-        """Whether the files hold this role."""
         return self.inner.has(self.model_role(role))
 
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
-        """The stored form and bytes."""
         return self.inner.describe(self.model_role(role), fallback)
 
     def unused(self) -> list[str]:
-        """Stored names that were not asked for so far."""
         return self.inner.unused()
 
-    def tensor(
-        self,
-        role: str,
-        shape: Shape | tuple[Shape, ...],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        suffix: str = "weight",
-        finite: bool = False,
-    ) -> Tensor:
-        """A float tensor that is no matrix to multiply with."""
-        role = self.model_role(role)
-        return self.inner.tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
+    def tensor(self, role: str, shape: Shape | tuple[Shape, ...], **options: Any) -> Tensor:
+        return self.inner.tensor(self.model_role(role), shape, **options)
 
-    def weight(
-        self,
-        role: str,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype | None,
-        device: torch.device,
-        fallback: str | None = None,
-    ) -> Weight:
-        """A matrix to multiply with."""
-        role, sizes = self.model_role(role), (in_features, out_features)
-        return self.inner.weight(role, *sizes, bias=bias, dtype=dtype, device=device, fallback=fallback)
+    def weight(self, role: str, in_features: int, out_features: int, **options: Any) -> Weight:
+        return self.inner.weight(self.model_role(role), in_features, out_features, **options)
 
     def model_role(self, role: str) -> str:
         """The role's name in the whole model."""
@@ -189,7 +162,6 @@ class LayerRangeSource(RankSource):
         self.first = first
 
     def model_role(self, role: str) -> str:
-        """The role's name in the whole model."""
         match role.split(".", 2):
             case ["layers", layer, rest]:
                 return f"layers.{int(layer) + self.first}.{rest}"
@@ -208,54 +180,33 @@ class ShardedSource(RankSource):
         self._matrices = {matrix.role: matrix for matrix in matrices(model)}
 
     def has(self, role: str) -> bool:
-        """Whether the files hold this role; the head is always there."""
         return role == "head" or self.inner.has(role)
 
-    def tensor(
-        self,
-        role: str,
-        shape: Shape | tuple[Shape, ...],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        suffix: str = "weight",
-        finite: bool = False,
-    ) -> Tensor:
+    def tensor(self, role: str, shape: Shape | tuple[Shape, ...], **options: Any) -> Tensor:
         """A float tensor; a q or k norm with a scale for each head is cut to this rank's heads."""
         part = slice_of_rank(self.model, role, self.rank, self.size)
         if part is None:
-            return super().tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
+            return super().tensor(role, shape, **options)
         attn = self.model.layers[int(role.split(".")[1])].attn
         heads, d = attn.heads if role.endswith("q_norm") else attn.kv_heads, attn.head_dim
         wide = attn.qk_norm is not None and attn.qk_norm.scope == "all"
         shapes: tuple[Shape, ...] = ((heads * d,),) if wide else ((d,), (heads, d))
-        whole = self.inner.tensor(role, shapes, dtype=dtype, device=device, suffix=suffix, finite=finite)
+        whole = self.inner.tensor(role, shapes, **options)
         if whole.dim() == 1 and not wide:
             return whole
         shard = whole.view(heads, d)[part.start : part.stop].clone()
         return shard.flatten() if wide else shard
 
-    def weight(
-        self,
-        role: str,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype | None,
-        device: torch.device,
-        fallback: str | None = None,
-    ) -> Weight:
-        """This rank's slice of a matrix."""
+    def weight(self, role: str, in_features: int, out_features: int, **options: Any) -> Weight:
+        """This rank's slice of a matrix, whose sizes are the slice's."""
         part = slice_of_rank(self.model, role, self.rank, self.size)
         if part is None:
-            return super().weight(
-                role, in_features, out_features, bias=bias, dtype=dtype, device=device, fallback=fallback
-            )
+            return super().weight(role, in_features, out_features, **options)
         _, wide, high, bias = self._matrices[role]
-        tied = "embed" if role == "head" and self.model.head.tied else fallback
-        whole = self.inner.weight(role, wide, high, bias=bias, dtype=dtype, device=device, fallback=tied)
-        return slice_weight(whole, part, keep_bias=self.rank == 0)
+        options |= {"bias": bias}
+        if role == "head" and self.model.head.tied:
+            options |= {"fallback": "embed"}
+        return slice_weight(self.inner.weight(role, wide, high, **options), part, keep_bias=self.rank == 0)
 
 
 def slice_weight(weight: Weight, part: MatrixSlice, *, keep_bias: bool) -> Weight:
