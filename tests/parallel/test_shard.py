@@ -19,7 +19,7 @@ from exlm.parallel.shard import (
     aligned_ranges,
     check_shardable,
     heads_of_rank,
-    shard,
+    shard_spec,
     slice_of_rank,
     slice_weight,
 )
@@ -122,7 +122,7 @@ def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) 
         parts = []
         for rank in range(size):
             sharded = ShardedSource(source, frozen.spec, rank, size)
-            local = {m.role: m for m in matrices(shard(frozen.spec, rank, size))}[role]
+            local = {m.role: m for m in matrices(shard_spec(frozen.spec, rank, size))}[role]
             piece = sharded.weight(
                 role, local.in_features, local.out_features, bias=bias, dtype=torch.float32, device=CPU
             )

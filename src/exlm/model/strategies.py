@@ -21,7 +21,7 @@ from ..parallel import (
     ShardedSource,
     check_shardable,
     combine_ranks,
-    shard,
+    shard_spec,
     slice_of_rank,
     split_evenly,
 )
@@ -71,7 +71,7 @@ class TensorParallel(ParallelStrategy):
         """Load all layers, with fewer heads and narrower MLPs."""
         model = self.config.spec
         source = ShardedSource(open_checkpoint(self.config), model, rank, self.size)
-        sharded_config = replace(self.config, spec=shard(model, rank, self.size))
+        sharded_config = replace(self.config, spec=shard_spec(model, rank, self.size))
         device_infos = [device_info] * (len(model.layers) + 2)
         return load_modules(sharded_config, source, device_infos, progress, has_embedding=rank == 0)
 

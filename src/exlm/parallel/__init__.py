@@ -7,7 +7,15 @@ tensor and pipeline parallel (`model.strategies`, `model.multiprocess`).
 
 from .comm import Channel, Group, GroupBroken, Message
 from .modules import BroadcastEmbedding, RankCombiner, ReceivedEmbedding, combine_ranks
-from .shard import LayerRangeSource, MatrixSlice, ShardedSource, check_shardable, shard, slice_of_rank, split_evenly
+from .shard import (
+    LayerRangeSource,
+    MatrixSlice,
+    ShardedSource,
+    check_shardable,
+    shard_spec,
+    slice_of_rank,
+    split_evenly,
+)
 from .workers import RankDriver
 
 __all__ = [
@@ -24,7 +32,7 @@ __all__ = [
     "ShardedSource",
     "check_shardable",
     "combine_ranks",
-    "shard",
+    "shard_spec",
     "slice_of_rank",
     "split_evenly",
 ]

@@ -77,7 +77,7 @@ def is_first_kv_replica(attn: spec.Attention, rank: int, size: int) -> bool:
     return rank == 0 or heads_of_rank(attn, rank - 1, size).kv != heads_of_rank(attn, rank, size).kv
 
 
-def shard(model: spec.Model, rank: int, size: int) -> spec.Model:
+def shard_spec(model: spec.Model, rank: int, size: int) -> spec.Model:
     """The spec of a rank's shard: fewer heads and narrower MLPs, the rest unchanged."""
 
     def narrow(layer: spec.Layer) -> spec.Layer:
