@@ -14,7 +14,7 @@ import math
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,14 @@ LoraWeightsById = dict[int, LoraWeights]
 """Adapter id → its weights for one matrix."""
 
 
+def _active_weights(lora_weights: LoraWeightsById, batch: Batch) -> Iterator[tuple[int, LoraWeights, float]]:
+    """Each row with the weights of each adapter that it names, and the scale."""
+    for row, active in enumerate(batch.adapters):
+        for adapter, scale in active:
+            if (weights := lora_weights.get(adapter)) is not None:
+                yield row, weights, scale
+
+
 class LoraLinear(Linear):
     """A linear layer with the weights of adapters."""
 
@@ -50,10 +58,8 @@ class LoraLinear(Linear):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """The inner layer's output, with the adapters of each row added."""
         y = self.inner.forward(x, batch)
-        for row, active in enumerate(batch.adapters):
-            for adapter, scale in active:
-                if (weights := self.lora_weights.get(adapter)) is not None:
-                    y[row] += weights(x[row], scale)
+        for row, weights, scale in _active_weights(self.lora_weights, batch):
+            y[row] += weights(x[row], scale)
         return y
 
 
@@ -68,10 +74,8 @@ class LoraEmbedding(Embedding):
     def table_rows(self, batch: Batch) -> Tensor:
         """The inner embedding's vectors, with the adapters of each row added."""
         x = self.inner.table_rows(batch)
-        for row, active in enumerate(batch.adapters):
-            for adapter, scale in active:
-                if (weights := self.lora_weights.get(adapter)) is not None:
-                    x[row] += weights.lookup(batch.ids[row].clamp(0, self.vocab - 1), scale)
+        for row, weights, scale in _active_weights(self.lora_weights, batch):
+            x[row] += weights.lookup(batch.ids[row].clamp(0, self.vocab - 1), scale)
         return x
 
 

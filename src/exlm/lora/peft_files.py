@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,50 +195,38 @@ def _match_pattern(patterns: Mapping[re.Pattern[str], Any], module: str, default
     return default
 
 
-@dataclass(frozen=True)
-class TargetMatrix:
-    """One matrix of a named module, and its rows of the module's outputs; () for all."""
-
-    role: str
-    output_spans: tuple[RowRange, ...] = ()
-
-
-@dataclass(frozen=True)
+@dataclass
 class TargetModule:
-    """A module as adapters name it: its size, and the model's matrices in it."""
+    """A module as adapters name it: its size, and the model's matrices in it.
+
+    A module that a family stores fused (qkv_proj) has several matrices, each some rows of its outputs.
+    """
 
     in_features: int
     out_features: int
-    matrices: tuple[TargetMatrix, ...]
+    matrices: dict[str, tuple[RowRange, ...]] = field(default_factory=dict)  # by role, its rows; () for all
 
 
 class TargetModules:
-    """Every module of a model that an adapter may change, by its name in Llama's naming scheme.
-
-    A module whose weights a family stores fused (qkv_proj) has several matrices, each some rows of its
-    outputs.
-    """
+    """Every module of a model that an adapter may change, by its name in Llama's naming scheme."""
 
     def __init__(self, model: spec.Model) -> None:
         self._names = model.names
-        found: dict[str, list[tuple[Matrix, TargetMatrix]]] = {}
+        self._targets: dict[str, TargetModule] = {}
         # An embedding is a matrix whose inputs are one-hot vectors.
         embedding = Matrix("embed", model.vocab, model.hidden)
         for matrix in (embedding, *matrices(model)):
             for location in model.names.locations_of(matrix.role):
-                if not location.expert_rows:  # experts stacked in one tensor are not a module
-                    found.setdefault(location.key, []).append((matrix, TargetMatrix(matrix.role, location.rows)))
-        self._targets = {key: _target_module(parts) for key, parts in found.items()}
+                if location.expert_rows:  # experts stacked in one tensor are not a module
+                    continue
+                whole = TargetModule(matrix.in_features, 0 if location.rows else matrix.out_features)
+                target = self._targets.setdefault(location.key, whole)
+                target.out_features = max([target.out_features, *(stop for _, stop in location.rows)])
+                target.matrices[matrix.role] = location.rows
 
     def find(self, module: str) -> TargetModule | None:
         """The module of a stored name; None if there is none."""
         return self._targets.get(self._names.to_llama_key(module + ".weight").removesuffix(".weight"))
-
-
-def _target_module(parts: list[tuple[Matrix, TargetMatrix]]) -> TargetModule:
-    first = parts[0][0]
-    outputs = max((stop for _, part in parts for _, stop in part.output_spans), default=first.out_features)
-    return TargetModule(first.in_features, outputs, tuple(part for _, part in parts))
 
 
 A, B = "A", "B"
@@ -296,17 +284,17 @@ class PeftReader:
             if matrix not in names:
                 (other,) = names.values()
                 raise MissingTensor(f"{self.path}: {quoted(other)} is there, but not its other half, {matrix}.")
-        if any(part.role == "head" for part in target.matrices) and self.model.head.normalize_rows:
+        if "head" in target.matrices and self.model.head.normalize_rows:
             raise Unsupported(f"{self.path}: {quoted(module)} is a head that is normalised at load. {MERGE_ADVICE}")
         rank = self.config.rank(module)
         a = self._tensor(header, names[A], (rank, target.in_features))
         b = self._tensor(header, names[B], (target.out_features, rank)) * self.config.scaling(module)
-        device = self.device(target.matrices[0].role)
+        device = self.device(next(iter(target.matrices)))
         down = self._to_model_dtype(names[A], a).to(device)
         out = []
-        for part in target.matrices:
-            rows = torch.cat([b[start:stop] for start, stop in part.output_spans]) if part.output_spans else b
-            out.append((part.role, LoraWeights(down, self._to_model_dtype(names[B], rows.T).to(device))))
+        for role, spans in target.matrices.items():
+            rows = torch.cat([b[start:stop] for start, stop in spans]) if spans else b
+            out.append((role, LoraWeights(down, self._to_model_dtype(names[B], rows.T).to(device))))
         return out
 
     def _tensor(self, header: SafetensorsHeader, name: str, shape: tuple[int, int]) -> Tensor:
