@@ -129,7 +129,7 @@ class GgufCheckpoint(Checkpoint):
         spans = location.rows or (location.expert_rows or (0, stored),)
         rows = num_rows(spans)
         total = info.nbytes * rows // stored
-        if f"{location.key}.bias" in self._stored:
+        if f"{location.key}.bias" in self.names_by_key:
             bias = self._info(f"{location.key}.bias")
             total += bias.nbytes * rows // self._stored_outputs(role, location, rows)
         words = f"gguf {info.dtype}"
@@ -159,7 +159,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _tensor_scale(self, location: TensorLocation, role: str) -> float:
         """The factor of a whole matrix, 1.0 if it has none: NVFP4 stores such a number beside it."""
-        if f"{location.key}.scale" not in self._stored:
+        if f"{location.key}.scale" not in self.names_by_key:
             return 1.0
         info = self._use(f"{location.key}.scale")
         values = self._dequantize(info, torch.float32, CastErrors()).flatten()

@@ -49,7 +49,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._formats = {fmt.marker: fmt for fmt in FORMATS if fmt.quant_method in (None, method)}
         super().__init__(files, names, tuple(self._formats))
         self._keys_at: dict[str, list[str]] = {}  # key without its suffix → keys of all tensors there
-        for key in self._stored:
+        for key in self.names_by_key:
             self._keys_at.setdefault(key.rpartition(".")[0], []).append(key)
 
     @classmethod
@@ -74,7 +74,7 @@ class SafetensorsCheckpoint(Checkpoint):
         total = info.nbytes
         if location.expert_rows:
             total = total * location.rows_per_expert // max((1, *_flatten_experts(info).shape[:1]))
-        if f"{location.key}.bias" in self._stored:
+        if f"{location.key}.bias" in self.names_by_key:
             total += self._info(f"{location.key}.bias").nbytes
         if location.rows:
             total = total * num_rows(location.rows) // self._stored_outputs(role, location, 0)
@@ -87,7 +87,7 @@ class SafetensorsCheckpoint(Checkpoint):
         """
         location = self.find(role) if role.endswith(".mlp.down") else None
         key = "" if location is None else f"{location.key.rpartition('.')[0]}.act.scales"
-        if key not in self._stored:
+        if key not in self.names_by_key:
             return
         info = self._use_floats(key)
         divides = bool((self.files.view(info.name) != 1).any())
@@ -109,7 +109,7 @@ class SafetensorsCheckpoint(Checkpoint):
             info = self._info(location.tensor_key(request.suffix))
             raise Unsupported(f"{info}: {role} is stored as {fmt.name}, which this version cannot read.")
         keys = {suffix: location.tensor_key(suffix) for suffix in fmt.tensors}
-        infos = {suffix: self._use(key) for suffix, key in keys.items() if key in self._stored}
+        infos = {suffix: self._use(key) for suffix, key in keys.items() if key in self.names_by_key}
         where = f"{next(iter(infos.values())).file}: {location.key}"
         tensors = {suffix: self.files.load(info.name) for suffix, info in infos.items()}
         outputs = self._stored_outputs(role, location, request.out_features)
@@ -190,7 +190,7 @@ class SafetensorsCheckpoint(Checkpoint):
         info = self._use(key)
         if info.dtype not in FLOAT_TYPES:
             base = key.removesuffix(".weight")
-            other = next((words for beside, words in OTHER_FORMATS.items() if base + beside in self._stored), None)
+            other = next((words for beside, words in OTHER_FORMATS.items() if base + beside in self.names_by_key), None)
             raise BadTensor(
                 f"{info}: expected one of the types {', '.join(FLOAT_TYPES)}, found {quoted(info.dtype)}"
                 f"{', as ' + other if other else ''}. Take a GPTQ, AWQ, EXL2 or GGUF version of the model, or one in "

@@ -118,13 +118,13 @@ class Checkpoint(ABC):
         self.files = files
         self.names = names
         self._suffixes = tuple(suffixes)
-        self._stored: dict[str, str] = {}  # key with its suffix → stored name
+        self.names_by_key: dict[str, str] = {}  # stored names by their keys in Llama's spelling
         for name in files.tensors:
             key = names.to_llama_key(name)
-            if key in self._stored:
-                first, second = files.info(self._stored[key]), files.info(name)
+            if key in self.names_by_key:
+                first, second = files.info(self.names_by_key[key]), files.info(name)
                 raise BadFile(f"{first} and {second} both stand for {quoted(key)}; expected one of them.")
-            self._stored[key] = name
+            self.names_by_key[key] = name
         self._used: set[str] = set()
 
     def has(self, role: str) -> bool:
@@ -154,7 +154,6 @@ class Checkpoint(ABC):
         suffix: str = "weight",
         finite: bool = False,
     ) -> Tensor:
-        """See `WeightSource.tensor`."""
         found = self._find(role, (suffix,))
         if found is None and suffix == "weight":
             location, marker = self._locate(role)  # it raises MissingTensor if the role is not stored at all
@@ -188,7 +187,6 @@ class Checkpoint(ABC):
         device: torch.device,
         fallback: str | None = None,
     ) -> Weight:
-        """See `WeightSource.weight`."""
         location, suffix = self._locate(role, fallback)
         request = MatrixRequest(role, location, suffix, in_features, out_features, dtype, device)
         return replace(self._read_matrix(request), bias=self._read_bias(request, wanted=bias))
@@ -203,7 +201,7 @@ class Checkpoint(ABC):
         keys = [f"{location.key}.bias"]
         if location not in (own := self.names.locations_of(role)):
             keys += [f"{one.key}.bias" for one in own]  # a tied matrix may have a bias under its own name
-        key = next((one for one in keys if one in self._stored), None)
+        key = next((one for one in keys if one in self.names_by_key), None)
         if key is None:
             if wanted:
                 raise self._missing(f"the bias of {role}", keys)
@@ -247,7 +245,7 @@ class Checkpoint(ABC):
         """The first location that holds a role, and the first of these suffixes that is stored there."""
         for location in self.names.locations_of(role):
             for suffix in suffixes:
-                if location.tensor_key(suffix) in self._stored:
+                if location.tensor_key(suffix) in self.names_by_key:
                     return location, suffix
         return None
 
@@ -260,7 +258,7 @@ class Checkpoint(ABC):
         raise self._missing(role, keys)
 
     def _info(self, key: str) -> TensorInfo:
-        return self.files.info(self._stored[key])
+        return self.files.info(self.names_by_key[key])
 
     def _use(self, key: str) -> TensorInfo:
         """The header entry of a tensor that is about to be read: `unused` no longer lists it."""
@@ -286,7 +284,7 @@ class Checkpoint(ABC):
         return max(stop for one in (location, *fused) for _, stop in one.rows)
 
     def _missing(self, what: str, keys: Sequence[str]) -> MissingTensor:
-        looked = f"{len(self._stored)} tensors in {len(self.files.paths)} files"
+        looked = f"{len(self.names_by_key)} tensors in {len(self.files.paths)} files"
         return MissingTensor(
             f"{self.files.path}: {what} is missing: expected {' or '.join(map(quoted, keys))}, found no "
             f"such name among {looked}. {self._explain_missing(what, keys)}"

@@ -60,7 +60,7 @@ class FolderPlanner(ConversionPlanner):
         super().__init__(model, to, checkpoint.has("head"))
         self.checkpoint = checkpoint
         self.files = checkpoint.files
-        self.names_by_key = {model.names.to_llama_key(name): name for name in self.files.tensors}
+        self.names_by_key = checkpoint.names_by_key
         self.used_names: set[str] = set()
         self.reencoded: list[tuple[str, TensorLocation]] = []  # matrices that are not kept, and where they go
         self.quantization = quantization or QuantizationConfig()

@@ -58,8 +58,7 @@ class ConfigAttributes:
 
     @property
     @abstractmethod
-    def spec(self) -> spec.Model:
-        """The model's description."""
+    def spec(self) -> spec.Model: ...
 
     @property
     @abstractmethod
@@ -68,7 +67,6 @@ class ConfigAttributes:
 
     @property
     def architecture(self) -> str:
-        """The architecture in config.json."""
         return self.spec.architecture
 
     @property
@@ -103,22 +101,18 @@ class ConfigAttributes:
 
     @property
     def hidden_size(self) -> int:
-        """Hidden size."""
         return self.spec.hidden
 
     @property
     def num_hidden_layers(self) -> int:
-        """Number of layers."""
         return len(self.spec.layers)
 
     @property
     def num_attention_heads(self) -> int:
-        """Query heads of the first layer."""
         return self.spec.layers[0].attn.heads
 
     @property
     def num_key_value_heads(self) -> int:
-        """Key/value heads of the first layer."""
         return self.spec.layers[0].attn.kv_heads
 
     @property
@@ -128,7 +122,6 @@ class ConfigAttributes:
 
     @property
     def head_dim(self) -> int:
-        """Head dimension."""
         return self.spec.layers[0].attn.head_dim
 
     @property
@@ -146,32 +139,26 @@ class ConfigAttributes:
 
     @property
     def norm_eps(self) -> float:
-        """Epsilon of the norms."""
         return self.spec.final_norm.eps
 
     @property
     def use_qk_norm(self) -> bool:
-        """Whether queries and keys are normalised."""
         return self.spec.layers[0].attn.qk_norm is not None
 
     @property
     def attn_logit_softcapping(self) -> float | None:
-        """Softcap of attention scores."""
         return self.spec.layers[0].attn.softcap
 
     @property
     def final_logit_softcapping(self) -> float | None:
-        """Softcap of logits."""
         return self.spec.head.softcap
 
     @property
     def logit_scale(self) -> float:
-        """Factor of the logits."""
         return self.spec.head.scale
 
     @property
     def scale_emb(self) -> float:
-        """Factor of the embeddings."""
         return self.spec.embed.scale
 
     @property

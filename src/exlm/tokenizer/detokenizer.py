@@ -27,6 +27,7 @@ class Detokenizer(Protocol):
 
     def feed(self, ids: Iterable[int]) -> str:
         """`push` several ids."""
+        return "".join([self.push(token_id) for token_id in ids])
 
     def flush(self) -> str:
         """Return the buffered text, U+FFFD for an incomplete character; later ids are a continuation."""
@@ -45,7 +46,7 @@ class TokenDecoder(Protocol):
         """A detokenizer that gives the same text incrementally."""
 
 
-class ByteTokenDecoder:
+class ByteTokenDecoder(TokenDecoder):
     """Decodes by joining the bytes of tokens; an id outside the table has none."""
 
     def __init__(self, table: Sequence[bytes], strips_leading_space: bool) -> None:
@@ -54,17 +55,15 @@ class ByteTokenDecoder:
         self.strips_leading_space = strips_leading_space
 
     def decode(self, ids: Iterable[int], continues: bool = False) -> str:
-        """The text of all these ids."""
         table, size = self.table, len(self.table)
         text = b"".join([table[token_id] for token_id in ids if 0 <= token_id < size]).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_leading_space and not continues else text
 
     def detokenizer(self, continues: bool = False) -> Detokenizer:
-        """A detokenizer that gives the same text incrementally."""
         return _ByteDetokenizer(self.table, self.strips_leading_space and not continues)
 
 
-class _ByteDetokenizer:
+class _ByteDetokenizer(Detokenizer):
     def __init__(self, table: Sequence[bytes], strip_next_space: bool) -> None:
         self._table = table
         self._strip_next_space = strip_next_space
@@ -78,9 +77,6 @@ class _ByteDetokenizer:
         if not 0 <= token_id < len(self._table):
             return ""
         return self._strip_first_space(self._decode(self._table[token_id]))
-
-    def feed(self, ids: Iterable[int]) -> str:
-        return "".join([self.push(token_id) for token_id in ids])
 
     def flush(self) -> str:
         text = self._strip_first_space(self._utf8.decode(b"", final=True))
@@ -109,7 +105,7 @@ class _ByteDetokenizer:
         return text
 
 
-class LibraryTokenDecoder:
+class LibraryTokenDecoder(TokenDecoder):
     """Decodes with the tokenizer's library, for vocabularies whose tokens are not just bytes."""
 
     def __init__(
@@ -121,18 +117,16 @@ class LibraryTokenDecoder:
         self._context_ids = list(context_ids)
 
     def decode(self, ids: Iterable[int], continues: bool = False) -> str:
-        """The text of all these ids."""
         shown_ids = [token_id for token_id in ids if self._is_shown(token_id)]
         if not continues:
             return self._decode(shown_ids)
         return self._decode(self._context_ids + shown_ids)[len(self._decode(self._context_ids)) :]
 
     def detokenizer(self, continues: bool = False) -> Detokenizer:
-        """A detokenizer that gives the same text incrementally."""
         return _WindowDetokenizer(self._decode, self._is_shown, self._context_ids if continues else [])
 
 
-class _WindowDetokenizer:
+class _WindowDetokenizer(Detokenizer):
     """Decodes a window of ids: some whose text was returned, as context for the others, then the new ones."""
 
     MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least one
@@ -161,9 +155,6 @@ class _WindowDetokenizer:
         if text.endswith(REPLACEMENT) and self._num_pending < self.MAX_TOKENS_PER_CHARACTER:
             return ""
         return self._emit(text)
-
-    def feed(self, ids: Iterable[int]) -> str:
-        return "".join([self.push(token_id) for token_id in ids])
 
     def flush(self) -> str:
         return self._emit(self._decode(self._window)) if self._num_pending else ""

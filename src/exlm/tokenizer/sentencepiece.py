@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import BadText, MissingExtra, TokenizerError, TokenizerNotFound
+from .detokenizer import ByteTokenDecoder
 from .tokenizer_files import (
     MAX_ID_GAP,
     AddedToken,
@@ -103,9 +104,7 @@ class SentencePieceBackend(TokenizerBackend):
         return ids + self._encode_part(text[position:], continues or position > 0)
 
     def decode(self, ids: Sequence[int]) -> str:
-        table, strips_leading_space, _ = self.token_bytes
-        text = b"".join(table[token_id] for token_id in ids if 0 <= token_id < len(table)).decode("utf-8", "replace")
-        return text.removeprefix(" ") if strips_leading_space else text
+        return ByteTokenDecoder(self.token_bytes.table, self.token_bytes.strips_leading_space).decode(ids)
 
     def declared_bos_eos(self) -> tuple[int | None, int | None]:
         bos, eos = int(self._processor.bos_id()), int(self._processor.eos_id())
