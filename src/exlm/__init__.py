@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .generator import AsyncGenerator, AsyncJob, Generator, Job, PrefillResult, StartedResult, StreamingResult
     from .hub import find_model
     from .kvcache import CACHES, Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8
-    from .legacy.sampler_order import Sampler
+    from .legacy.sampler import Sampler
     from .llm import LLM, Completion, Stream
     from .lora import Lora
     from .model import MatrixSummary, Model, Summary
@@ -96,7 +96,7 @@ _EXPORTS = {
     "convert.api": ("convert_model",),
     "quantize": ("Quality", "evaluate_model", "quantize_model", "validate_exl2", "write_report"),
     "sampling": ("PostSamplingResult", "Settings"),
-    "legacy.sampler_order": ("Sampler",),
+    "legacy.sampler": ("Sampler",),
     "tokenizer": ("Tokenizer",),
     "multimodal": ("EMBEDDING_INDEX", "MMEmbedding"),
 }

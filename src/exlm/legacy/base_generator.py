@@ -27,7 +27,7 @@ from ..kvcache import CacheBase
 from ..model import Model
 from ..sampling import SamplingRequest, Settings
 from ..tokenizer import Tokenizer
-from .inputs import TruncationWarning, embed_in_ids, embed_in_texts, filter_arguments, pad_left
+from .arguments import TruncationWarning, embed_in_ids, embed_in_texts, filter_arguments, pad_left
 
 TOKENS_PER_ROW = 8  # the batch has one row for this many tokens of `max_input_len`
 

@@ -24,8 +24,8 @@ from ..kvcache import Cache, CacheBase
 from ..model import Model
 from ..sampling import SamplingRequest, Settings
 from ..tokenizer import Tokenizer
+from .arguments import banned_token_set, embed_in_ids, filter_arguments, id_lists, strip_padding
 from .base_generator import BaseGenerator, LegacyJob
-from .inputs import banned_token_set, embed_in_ids, filter_arguments, id_lists, strip_padding
 from .speculative import DraftFunction, ModelDraftFunction, NgramCounts, NgramDraftFunction, SpeculativeRunner
 
 

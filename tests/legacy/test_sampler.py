@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from exlm import Sampler, Settings
 from exlm.errors import InputError
-from exlm.legacy.sampler_order import gather_above_threshold, inverse_cdf, partial_quicksort
+from exlm.legacy.sampler import gather_above_threshold, inverse_cdf, partial_quicksort
 from tests.sampling import oracle
 from tests.sampling.random_inputs import ToyTokenizer, neutral
 

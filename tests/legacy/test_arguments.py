@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm import InputError
-from exlm.legacy.inputs import id_lists, pad_left, strip_padding
+from exlm.legacy.arguments import id_lists, pad_left, strip_padding
 
 PAD = 99
 
