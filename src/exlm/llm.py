@@ -23,8 +23,7 @@ from .constrained import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
 from .errors import InputError, NotLoaded
 from .generator import Generator, Job, StreamingResult
 from .generator.generator import JobGroup, encode_prompt
-from .generator.job import filter_tuple, materialize
-from .generator.validation import one_per_prompt
+from .generator.validation import filter_tuple, materialize, one_per_prompt, whole_number
 from .hub import find_model
 from .kvcache import CACHES, PAGE_SIZE, CacheBase
 from .model import Model
@@ -170,9 +169,7 @@ class LLM:
             raise InputError(f"cache_type must be one of {', '.join(CACHES)}, found {cache_type!r}.")
         self.config = _make_config(model, max_seq_len, device, dtype, progress)
         self.tokenizer = Tokenizer(self.config)
-        num_tokens = self.config.max_seq_len if cache_tokens is None else cache_tokens
-        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
-            raise InputError(f"cache_tokens must be a whole number of at least 1, found {num_tokens!r}.")
+        num_tokens = self.config.max_seq_len if cache_tokens is None else whole_number("cache_tokens", cache_tokens, 1)
         tokens = -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
         draft_options: dict[str, Any] = {"use_ngram_draft": draft == "ngram"}
         if draft is not None and draft != "ngram":

@@ -1,12 +1,15 @@
 """Fakes for tests of generation: a byte tokenizer, and a scripted model that checks every cache read.
 
-They import neither torch nor the generator: `SequenceView` says what a sequence must have.
+They import neither torch nor the generator when they run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .generator.token_sequence import TokenSequence
 
 
 class ByteTokenizer:
@@ -21,26 +24,6 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text, with U+FFFD for what is not UTF-8."""
         return bytes(ids).decode(errors="replace")
-
-
-class SequenceView(Protocol):
-    """The attributes of a sequence that `ScriptedRunner` reads."""
-
-    @property
-    def ids(self) -> list[int]:
-        """The prompt and what was sampled so far."""
-
-    @property
-    def salt(self) -> bytes:
-        """What keys and values depend on besides ids."""
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Leading ids whose cache rows are valid."""
-
-    @property
-    def pages(self) -> list[int]:
-        """The cache pages, in order."""
 
 
 Script = Callable[[Sequence[int]], Iterable[int]]
@@ -80,13 +63,13 @@ class ScriptedRunner:
             self._rows[target][:tokens] = self._rows[source][:tokens]
             self.copied_row_counts.append(tokens)
 
-    def prefill(self, sequence: SequenceView, start: int, stop: int) -> None:
+    def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
         """Compute the rows of the ids from `start` to `stop`."""
         self.prefill_lengths.append(stop - start)
         self._write(sequence, start, sequence.ids[start:stop])
 
     def decode(
-        self, sequences: Sequence[SequenceView], past: Sequence[int], tokens: Sequence[Sequence[int]]
+        self, sequences: Sequence[TokenSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> list[Any]:
         """Compute `tokens` after the first `past` ids of each sequence; returns scores for every token."""
         self.decode_batch_sizes.append(len(sequences))
@@ -97,13 +80,13 @@ class ScriptedRunner:
             out.append(self.wrap_scores([self._scores(ids[: start + n + 1]) for n in range(len(new))]))
         return out
 
-    def invalidate_rows(self, sequence: SequenceView, start: int, stop: int) -> None:
+    def invalidate_rows(self, sequence: TokenSequence, start: int, stop: int) -> None:
         """Make rows invalid, as a computation that failed halfway does."""
         for position in range(start, stop):
             page, row = divmod(position, self.page_size)
             self._rows[sequence.pages[page]][row] = -1
 
-    def check_rows(self, sequence: SequenceView, upto: int) -> int:
+    def check_rows(self, sequence: TokenSequence, upto: int) -> int:
         """Check the first `upto` rows of a sequence; returns the prefix number of the last one."""
         number = self._prefix_number(-1, sequence.salt)
         for position in range(upto):
@@ -117,7 +100,7 @@ class ScriptedRunner:
                 )
         return number
 
-    def _write(self, sequence: SequenceView, start: int, tokens: Iterable[int]) -> None:
+    def _write(self, sequence: TokenSequence, start: int, tokens: Iterable[int]) -> None:
         number = self.check_rows(sequence, start)
         for position, token in enumerate(tokens, start):
             number = self._prefix_number(number, token)

@@ -44,7 +44,7 @@ IMPORT_TABLE = {
     "parallel": "base spec formats checkpoint kernels kvcache nn",
     "model": "base env spec formats checkpoint config kernels kvcache nn sampling lora multimodal parallel",
     "generator": "base tokenizer sampling constrained",
-    "testing": "base tokenizer",
+    "testing": "base generator",
     "convert": "base spec families formats tokenizer checkpoint config model",
     "quantize": "base spec formats tokenizer checkpoint config kernels kvcache nn model convert",
     "llm": "base tokenizer hub config kvcache sampling constrained lora multimodal model generator",

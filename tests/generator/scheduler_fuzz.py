@@ -75,7 +75,8 @@ class SchedulerFuzz:
         elif dice < 0.36:
             self.cancel_any(*self.scheduler.pending)
         elif dice < 0.365:
-            self.scheduler.clear()
+            for job in [*self.scheduler.active, *self.scheduler.pending]:
+                self.scheduler.cancel(job)
         elif dice < 0.37:
             self.page_table.clear_prefix_cache()
         else:

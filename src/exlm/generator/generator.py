@@ -12,17 +12,17 @@ from typing import Any
 from ..errors import InputError
 from ..sampling import Settings
 from .engine import EngineCore
-from .job import JOB_ARGUMENTS, Job, materialize
+from .job import JOB_ARGUMENTS, Job
 from .page_table import PageTable
 from .results import Result, ResultQueue, StreamingResult, error_result
 from .speculative import Drafter, ModelDrafter, NgramDrafter
 from .validation import (
     GENERATE_ARGUMENTS,
     argument_names,
-    at_least,
     cache_tokens,
     check_components,
     drop_unknown,
+    materialize,
     one_per_prompt,
     prompt_list,
     prompt_texts,
@@ -30,6 +30,7 @@ from .validation import (
     resolve_chunk_size,
     resolve_max_seq_len,
     resolve_num_draft_tokens,
+    whole_number,
 )
 
 DEFAULT_DRAFT_TOKENS = 4  # tokens in a draft, each of which is a pass of the draft model
@@ -90,14 +91,14 @@ class Generator:
         self.current_loras: list[Any] | None = None
         self.paged, self.page_size = paged, int(cache.page_size)
         self.padded_vocab_size = -(-model.config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        default_rows = max(1, model.config.max_input_len // at_least("max_q_size", max_q_size, 1))
-        rows = at_least("max_batch_size", max_batch_size or default_rows, 1)
+        default_rows = max(1, model.config.max_input_len // whole_number("max_q_size", max_q_size, 1))
+        rows = whole_number("max_batch_size", max_batch_size or default_rows, 1)
         self.max_batch_size = rows if paged else 1
         self.max_seq_len = resolve_max_seq_len(max_seq_len, model.max_seq_len)
         self.max_chunk_size = resolve_chunk_size(max_chunk_size, model.config.max_input_len, self.page_size, paged)
         self.max_total_tokens = cache_tokens(cache)
         self.max_pages = self.max_total_tokens // self.page_size
-        self.max_queue = None if max_queue is None else at_least("max_queue", max_queue, 1)
+        self.max_queue = None if max_queue is None else whole_number("max_queue", max_queue, 1)
         drafter = self._make_drafter(use_ngram_draft, max_ngram)
         default_draft_tokens = max(1, max_q_size - 1) if use_ngram_draft else DEFAULT_DRAFT_TOKENS
         self.num_draft_tokens = (
@@ -385,7 +386,7 @@ class Generator:
 
     def _make_drafter(self, ngram: bool, max_ngram: int) -> Drafter | None:
         if self.draft_model is None:
-            return NgramDrafter(at_least("max_ngram", max_ngram, 0)) if ngram else None
+            return NgramDrafter(whole_number("max_ngram", max_ngram, 0)) if ngram else None
         if ngram:
             raise InputError("Cannot use both draft model and ngram draft.")
         if self.draft_cache is None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 from ..constrained import FilterStack
@@ -20,9 +19,20 @@ from .output import OutputProcessor
 from .results import CommonFields, JobTokenSequence, ResultQueue, SampledToken, mask_tensor
 from .speculative import AdaptiveDraftLength
 from .token_sequence import TokenSequence, build_salt
-from .validation import GENERATE_ARGUMENTS, argument_names, reject_unknown
+from .validation import (
+    GENERATE_ARGUMENTS,
+    argument_names,
+    banned_string_tuple,
+    filter_tuple,
+    materialize,
+    prompt_ids,
+    reject_unknown,
+    salt_bytes,
+    split_stop_conditions,
+    whole_number,
+)
 
-MAX_TOKENS = 2**31
+MAX_TOKENS = 2**31 - 1
 NO_DRAFTING = AdaptiveDraftLength(0)  # drafts nothing, and so never changes
 
 
@@ -100,21 +110,21 @@ class Job:
         if unknown:
             reject_unknown("Job", unknown, JOB_ARGUMENTS, GENERATE_ARGUMENTS, "generate()")
         prompts = input_ids if isinstance(input_ids, list | tuple) else [input_ids]
-        self.prompts = tuple(map(_prompt_ids, prompts))
+        self.prompts = tuple(map(prompt_ids, prompts))
         self.gen_settings = gen_settings if gen_settings is not None else Settings()
         self.seed = random.SystemRandom().getrandbits(63) if seed is None else seed
-        self.max_new_tokens = _whole_number("max_new_tokens", max_new_tokens, 1)
-        self.min_new_tokens = _whole_number("min_new_tokens", min_new_tokens, 0)
+        self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, MAX_TOKENS)
+        self.min_new_tokens = whole_number("min_new_tokens", min_new_tokens, 0, MAX_TOKENS)
         self.max_skips, self.speculative = max_skips, speculative
         self.stop_tokens, self.stop_strings = split_stop_conditions(materialize(stop_conditions) or ())
         self.decode_special_tokens = decode_special_tokens
-        self.return_top_tokens = _whole_number("return_top_tokens", return_top_tokens, 0)
+        self.return_top_tokens = whole_number("return_top_tokens", return_top_tokens, 0, MAX_TOKENS)
         self.return_logits, self.return_probs = return_logits, return_probs
         self.filters, self.filter_prefer_eos = filter_tuple(filters), filter_prefer_eos
-        self.banned_strings = _banned_string_tuple(materialize(banned_strings) or ())
+        self.banned_strings = banned_string_tuple(materialize(banned_strings) or ())
         self.token_healing = bool(token_healing) and all(map(_can_heal, self.prompts))
         self.identifier, self.embeddings, self.loras = identifier, tuple(embeddings or ()), loras
-        self.cache_key_parts = {"salt": _salt_bytes(salt)}
+        self.cache_key_parts = {"salt": salt_bytes(salt)}
         """What the keys and values depend on besides ids, by name; fixed when the job is enqueued."""
         self._check()
         healed = 1 if self.token_healing else 0
@@ -344,7 +354,7 @@ class Job:
                 "needs a pair of prompts and a cfg_scale, anything else neither."
             )
         if self.max_skips is not None:
-            _whole_number("max_skips", self.max_skips, 0)
+            whole_number("max_skips", self.max_skips, 0, MAX_TOKENS)
         if self.banned_strings and self.filters:
             raise InputError("Cannot combine banned strings with filters: a filter cannot be taken back.")
         self.gen_settings.check()
@@ -353,77 +363,11 @@ class Job:
 JOB_ARGUMENTS = argument_names(Job)
 
 
-def materialize(values: Any) -> Any:
-    """Iterators, which can be read only once, and arrays as lists; other values unchanged."""
-    if hasattr(values, "dtype"):
-        return values.tolist()
-    return [*values] if isinstance(values, Iterator) else values
-
-
-def split_stop_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Stop tokens and stop strings."""
-    if isinstance(conditions, str | bytes) or not isinstance(conditions, Iterable):
-        raise InputError(f"stop_conditions must be a list of ids and strings, found {conditions!r}.")
-    tokens: set[int] = set()
-    strings: list[str] = []
-    for condition in conditions:
-        if isinstance(condition, str):
-            strings.append(condition)
-        elif isinstance(condition, Integral) and not isinstance(condition, bool):
-            tokens.add(int(condition))
-        else:
-            raise InputError(f"Unsupported type in stop_conditions: {condition!r}; use token ids and strings.")
-    return frozenset(tokens), tuple(string for string in strings if string)
-
-
 def _wall_clock(moment: float | None) -> float | None:
     """A `time.perf_counter()` value as a `time.time()` value."""
     return None if moment is None else time.time() - (time.perf_counter() - moment)
 
 
-def _salt_bytes(given: str | bytes | None) -> bytes:
-    """A salt as bytes. A number is refused, because 0 would count as no salt."""
-    if given is not None and not isinstance(given, str | bytes):
-        raise InputError(f"salt must be a text or bytes, found {given!r}: write {str(given)!r}.")
-    return given.encode("utf-8", "surrogatepass") if isinstance(given, str) else given or b""
-
-
 def _can_heal(prompt: tuple[int, ...]) -> bool:
     """Whether the last token can be sampled again: it is not the only one, and not an embedding."""
     return len(prompt) > 1 and prompt[-1] < EMBEDDING_INDEX
-
-
-def _prompt_ids(prompt: Any) -> tuple[int, ...]:
-    """The ids of a (1, n) tensor in system memory."""
-    shape = getattr(prompt, "shape", None)
-    if shape is None or len(shape) != 2 or shape[0] != 1:
-        raise InputError("input_ids must be a [1, seq_len] tensor, or a list of such tensors.")
-    if getattr(prompt.device, "type", "cpu") != "cpu":
-        raise InputError("input_ids must reside in system memory: call .cpu() on it.")
-    if shape[1] == 0:
-        raise InputError("Input IDs cannot be empty: a prompt needs a token (add_bos=True gives one).")
-    if "int" not in str(prompt.dtype):
-        raise InputError(f"input_ids must be whole numbers, found {prompt.dtype}: call .long() on it.")
-    return tuple(prompt[0].tolist())
-
-
-def _whole_number(name: str, value: Any, least: int) -> int:
-    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
-    if not least <= number < MAX_TOKENS:
-        raise InputError(f"{name} must be a whole number from {least} to {MAX_TOKENS - 1}, found {value!r}.")
-    return number
-
-
-def filter_tuple(filters: Any) -> tuple[Any, ...]:
-    """A list of filters, or None, as a tuple."""
-    if filters is not None and not isinstance(filters, list | tuple):
-        raise InputError(f"filters must be a list, found {type(filters).__name__}: write [filter].")
-    return tuple(filters or ())
-
-
-def _banned_string_tuple(values: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InputError(f"banned_strings must be a list of strings, found {values!r}.")
-    if wrong := [value for value in values if not isinstance(value, str)]:
-        raise InputError(f"banned_strings must be a list of strings, found {wrong[0]!r} among them.")
-    return tuple(value for value in values if value)

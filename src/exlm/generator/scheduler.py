@@ -239,13 +239,6 @@ class Scheduler(Generic[J]):
             self.page_table.reset()
         return True
 
-    def clear(self) -> list[J]:
-        """Remove every job; returns them."""
-        jobs = [*self._active.values(), *self._pending.values()]
-        for job in jobs:
-            self.cancel(job)
-        return jobs
-
     def _check_size(self, sequences: list[TokenSequence]) -> None:
         need, have = self.page_table.count_pages(sequences), self.page_table.num_pages
         size = self.page_table.page_size

@@ -1,4 +1,4 @@
-"""Checks of arguments: unknown names, prompts, and numbers within their bounds.
+"""Checks and conversions of arguments: unknown names, prompts, stop conditions, numbers within their bounds.
 
 The archived exllamav2 accepted and ignored any name. Here an unknown argument of a job or a generator is an
 error, and an unknown argument of `generate()` and the other calls of old scripts a warning. An argument that
@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -119,17 +119,78 @@ def check_components(model: Any, cache: Any) -> None:
             )
 
 
-def at_least(name: str, value: int, least: int) -> int:
-    """A whole number that is not too small."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, found {value!r}.")
-    return int(value)
+def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """A whole number within its bounds; raises InputError for anything else."""
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or number < least or (most is not None and number > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name} must be a whole number {bounds}, found {value!r}.")
+    return number
+
+
+def materialize(values: Any) -> Any:
+    """Iterators, which can be read only once, and arrays as lists; other values unchanged."""
+    if hasattr(values, "dtype"):
+        return values.tolist()
+    return [*values] if isinstance(values, Iterator) else values
+
+
+def split_stop_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Stop tokens and stop strings."""
+    if isinstance(conditions, str | bytes) or not isinstance(conditions, Iterable):
+        raise InputError(f"stop_conditions must be a list of ids and strings, found {conditions!r}.")
+    tokens: set[int] = set()
+    strings: list[str] = []
+    for condition in conditions:
+        if isinstance(condition, str):
+            strings.append(condition)
+        elif isinstance(condition, Integral) and not isinstance(condition, bool):
+            tokens.add(int(condition))
+        else:
+            raise InputError(f"Unsupported type in stop_conditions: {condition!r}; use token ids and strings.")
+    return frozenset(tokens), tuple(string for string in strings if string)
+
+
+def salt_bytes(given: str | bytes | None) -> bytes:
+    """A salt as bytes. A number is refused, because 0 would count as no salt."""
+    if given is not None and not isinstance(given, str | bytes):
+        raise InputError(f"salt must be a text or bytes, found {given!r}: write {str(given)!r}.")
+    return given.encode("utf-8", "surrogatepass") if isinstance(given, str) else given or b""
+
+
+def prompt_ids(prompt: Any) -> tuple[int, ...]:
+    """The ids of a (1, n) tensor in system memory."""
+    shape = getattr(prompt, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != 1:
+        raise InputError("input_ids must be a [1, seq_len] tensor, or a list of such tensors.")
+    if getattr(prompt.device, "type", "cpu") != "cpu":
+        raise InputError("input_ids must reside in system memory: call .cpu() on it.")
+    if shape[1] == 0:
+        raise InputError("Input IDs cannot be empty: a prompt needs a token (add_bos=True gives one).")
+    if "int" not in str(prompt.dtype):
+        raise InputError(f"input_ids must be whole numbers, found {prompt.dtype}: call .long() on it.")
+    return tuple(prompt[0].tolist())
+
+
+def filter_tuple(filters: Any) -> tuple[Any, ...]:
+    """A list of filters, or None, as a tuple."""
+    if filters is not None and not isinstance(filters, list | tuple):
+        raise InputError(f"filters must be a list, found {type(filters).__name__}: write [filter].")
+    return tuple(filters or ())
+
+
+def banned_string_tuple(values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InputError(f"banned_strings must be a list of strings, found {values!r}.")
+    if wrong := [value for value in values if not isinstance(value, str)]:
+        raise InputError(f"banned_strings must be a list of strings, found {wrong[0]!r} among them.")
+    return tuple(value for value in values if value)
 
 
 def resolve_num_draft_tokens(requested: int | None, default: int, max_q_size: int) -> int:
     """How many tokens to draft; a pass processes them and the token before them."""
     count = default if requested is None else requested
-    if at_least("num_draft_tokens", count, 1) >= max_q_size:
+    if whole_number("num_draft_tokens", count, 1) >= max_q_size:
         raise InputError(
             f"num_draft_tokens must be less than max_q_size, found {count} and {max_q_size}: draft at most "
             f"{max_q_size - 1} or create the generator with max_q_size={count + 1}."
@@ -139,7 +200,7 @@ def resolve_num_draft_tokens(requested: int | None, default: int, max_q_size: in
 
 def resolve_max_seq_len(requested: int | None, limit: int) -> int:
     """The longest a sequence may become."""
-    length = at_least("max_seq_len", requested or limit, 1)
+    length = whole_number("max_seq_len", requested or limit, 1)
     if length > limit:
         raise InputError(f"Model initialized with max seq len {limit}, requested seq len is {requested}.")
     return length
@@ -149,7 +210,7 @@ def resolve_chunk_size(requested: int | None, limit: int, page_size: int, paged:
     """How many prompt tokens a step prefills: full pages, unless sequences run one at a time."""
     if requested is None:
         return max(page_size, limit // page_size * page_size)
-    count = at_least("max_chunk_size", requested, 1)
+    count = whole_number("max_chunk_size", requested, 1)
     if count > limit or (paged and count % page_size):
         pages = f"a multiple of {page_size} and " if paged else ""
         raise InputError(

@@ -18,8 +18,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..generator import Job
 from ..generator.generator import CACHE_OVERWRITTEN, DRAFT_SHARES_CACHE
-from ..generator.job import split_stop_conditions
-from ..generator.validation import argument_names, drop_unknown
+from ..generator.validation import argument_names, drop_unknown, split_stop_conditions
 from ..kvcache import Cache, CacheBase
 from ..model import Model
 from ..sampling import SamplingRequest, Settings
