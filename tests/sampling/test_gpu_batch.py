@@ -177,7 +177,7 @@ class Scenario:
             {token for token in breakers if token < self.width},
             None if bias is None else bias[: self.width].tolist(),
             None if allowed is None else {token for token in allowed if token < self.width},
-            set(xtc_exempt) if "xtc" in compiled.steps else set(),
+            set(xtc_exempt) if "xtc" in compiled.probs_steps else set(),
         )
 
     def record_mu(self, row: SamplingRequest, mu: float | None) -> None:

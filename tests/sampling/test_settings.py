@@ -257,7 +257,7 @@ def test_compiled_settings_follow_assignments_and_are_shared_by_equal_settings()
 
 def test_temperature_last_without_truncation_is_ordinary_temperature() -> None:
     assert neutral(temperature=0.5, temperature_last=True).compiled() is not None
-    assert not neutral(temperature=0.5, temperature_last=True).compiled().steps
+    assert not neutral(temperature=0.5, temperature_last=True).compiled().probs_steps
     assert neutral(temperature=0.0, temperature_last=True, top_p=0.5).compiled().greedy
 
 

@@ -161,13 +161,13 @@ def _exllamav2_order(
     x: Tensor, p: Tensor, sorted_ids: Tensor, plan: CompiledSettings, num_top: int
 ) -> tuple[Tensor, Tensor]:
     """The candidates in exllamav2's order, and their probabilities."""
-    if plan.steps & SORTING_STEPS or 0 < plan.top_k <= MAX_SORTED_TOP_K:
+    if plan.probs_steps & SORTING_STEPS or 0 < plan.top_k <= MAX_SORTED_TOP_K:
         members = sorted_ids[: int((p > 0).sum())]
         return members, p[members]
-    if plan.steps & {"top_a", "min_p"} and not plan.top_k and "top_p" not in plan.steps:
+    if plan.probs_steps & {"top_a", "min_p"} and not plan.top_k and "top_p" not in plan.probs_steps:
         members, weights = _above_thresholds(x, p, plan)
     else:
-        members = (p > 0).nonzero().squeeze(1) if plan.top_k or "top_p" in plan.steps else torch.arange(len(p))
+        members = (p > 0).nonzero().squeeze(1) if plan.top_k or "top_p" in plan.probs_steps else torch.arange(len(p))
         weights = p[members]
     if num_top:
         order = torch.tensor(partial_quicksort(weights.float().tolist(), num_top))

@@ -238,7 +238,7 @@ def top_k_candidates(
 
 def all_candidates(x: Tensor, compiled_rows: Sequence[CompiledSettings], params: BatchParams) -> Candidates:
     """Every token of the vocabulary."""
-    ids, is_sorted = None, any(compiled.steps & STEPS_NEEDING_SORT for compiled in compiled_rows)
+    ids, is_sorted = None, any(compiled.probs_steps & STEPS_NEEDING_SORT for compiled in compiled_rows)
     if is_sorted:
         x, ids = stable_sort_descending(x)
     weights = params.unnormalized_probs(x, x.amax(-1, keepdim=True))
@@ -260,7 +260,7 @@ def all_candidates_in_chunks(
 def floor_needs_total(compiled: CompiledSettings) -> bool:
     """Whether steps ask how probable tokens are among all; min-p alone compares with the most probable."""
     earlier = STEPS_BY_STAGE["candidates"][: STEPS_BY_STAGE["candidates"].index("min_p")]
-    return "min_p" not in compiled.steps or bool(compiled.steps & {*earlier})
+    return "min_p" not in compiled.probs_steps or bool(compiled.probs_steps & {*earlier})
 
 
 def log_prob_floor(compiled: CompiledSettings, width: int, mu: float | None) -> float:
@@ -273,13 +273,13 @@ def log_prob_floor(compiled: CompiledSettings, width: int, mu: float | None) -> 
     if not floor_needs_total(compiled):
         return math.log(compiled.params["min_p"])
     for step in STEPS_BY_STAGE["candidates"]:
-        if step not in compiled.steps:
+        if step not in compiled.probs_steps:
             continue
         if step == "top_p":
             return math.log((1.0 - compiled.params["top_p"]) / width)
         if step == "tfs":
             return math.log(TFS_MIN_PROB)
-        if step == "mirostat" and mu is not None and "top_a" not in compiled.steps:
+        if step == "mirostat" and mu is not None and "top_a" not in compiled.probs_steps:
             return -mu * math.log(2.0)
         if step not in ("top_a", "min_p"):
             return -math.inf

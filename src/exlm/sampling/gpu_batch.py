@@ -248,7 +248,7 @@ class RequestCache:
         bias, device_bias, bias_version = settings.token_bias, None, 0
         if bias is not None:
             device_bias, bias_version = self._device_bias(bias)
-        exempt_ids = self.vocabulary.xtc_exempt_ids_of(compiled) if "xtc" in compiled.steps else None
+        exempt_ids = self.vocabulary.xtc_exempt_ids_of(compiled) if "xtc" in compiled.probs_steps else None
         rule = compiled.dry_rule
         breaker_ids = None if rule is None else self.vocabulary.dry_breaker_ids_of(rule)
         tensors = {

@@ -44,11 +44,11 @@ def variant_of(compiled: CompiledSettings, width: int, num_top: int) -> Sampling
         return None
     num_sorted, full_vocab, all_steps = num_top, False, False
     if 0 < compiled.top_k < width:
-        num_sorted, all_steps = max(num_top, compiled.top_k), not compiled.steps <= STEPS_IN_TOP_K_VARIANT
+        num_sorted, all_steps = max(num_top, compiled.top_k), not compiled.probs_steps <= STEPS_IN_TOP_K_VARIANT
     elif not compiled.greedy:
-        full_vocab, all_steps = True, not compiled.steps <= THRESHOLD_STEPS
-        thresholds = compiled.steps & (
-            THRESHOLD_STEPS - {"mirostat"} if compiled.steps & STEPS_BEFORE_MIROSTAT else THRESHOLD_STEPS
+        full_vocab, all_steps = True, not compiled.probs_steps <= THRESHOLD_STEPS
+        thresholds = compiled.probs_steps & (
+            THRESHOLD_STEPS - {"mirostat"} if compiled.probs_steps & STEPS_BEFORE_MIROSTAT else THRESHOLD_STEPS
         )
         if all_steps and not thresholds:
             return None  # those steps work on few candidates, and no threshold limits them

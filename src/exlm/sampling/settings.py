@@ -258,8 +258,9 @@ class CompiledSettings:
     They follow from the values of `Settings` and from nothing else. Equal settings share one object, and it
     never changes: after an assignment the next token uses another one.
 
-    `logits_steps` change the logits by their values alone, in order; `steps` are those after the softmax and
-    top-k; `stateful_steps` have a state that each token changes, also in a greedy row, which has no `steps`.
+    `logits_steps` change the logits by their values alone, in order; `probs_steps` come after the softmax and
+    top-k, and change the candidates' probabilities or the draw; `stateful_steps` have a state that each token
+    changes, also in a greedy row, which has no `probs_steps`.
     `kernel_row` are the row's parameters for the GPU kernels, which can sample it if `kernels_support`.
     With `reads_history` the tokens of the text matter. `greedy_only` settings take the largest logit and use no
     other step.
@@ -268,7 +269,7 @@ class CompiledSettings:
     greedy: bool
     top_k: int
     logits_steps: tuple[str, ...]
-    steps: frozenset[str]
+    probs_steps: frozenset[str]
     stateful_steps: tuple[str, ...]
     params: Mapping[str, float]
     param_row: tuple[float, ...]
@@ -289,7 +290,7 @@ def _compile(ordered: tuple[Any, ...]) -> CompiledSettings:
     params = step_params(values, active)
     logits_steps = tuple(name for name in STEPS_BY_STAGE["logits"] if name in active - REQUEST_STEPS)
     stateful_steps = tuple(name for name in STATEFUL_STEPS if name in active)
-    steps = frozenset() if greedy else active & {*STEPS_BY_STAGE["candidates"], *STEPS_BY_STAGE["draw"]}
+    probs_steps = frozenset() if greedy else active & {*STEPS_BY_STAGE["candidates"], *STEPS_BY_STAGE["draw"]}
     penalty_rule = dry_rule = None
     if "penalties" in active:
         sustain = values["token_repetition_range"]
@@ -309,13 +310,13 @@ def _compile(ordered: tuple[Any, ...]) -> CompiledSettings:
             search_range=values["dry_range"],
             breaker_ids=values["dry_sequence_breakers"],
         )
-    flags = sum(STEP_FLAGS[name] for name in steps & KERNEL_STEPS) + greedy * STEP_FLAGS["greedy"]
+    flags = sum(STEP_FLAGS[name] for name in probs_steps & KERNEL_STEPS) + greedy * STEP_FLAGS["greedy"]
     kernel_params = [params[name] for name in KERNEL_PARAMS]
     return CompiledSettings(
         greedy=greedy,
         top_k=0 if greedy else max(0, values["top_k"]),
         logits_steps=logits_steps,
-        steps=steps,
+        probs_steps=probs_steps,
         stateful_steps=stateful_steps,
         params=params,
         param_row=tuple(params.values()),

@@ -69,7 +69,7 @@ def make_task(
     """Decide how a row's candidates are found; `width` counts the tokens."""
     mu, position = None, request.position
     can_sync = device.type == "cpu"
-    if can_sync and "mirostat" in compiled.steps:
+    if can_sync and "mirostat" in compiled.probs_steps:
         initial = STATEFUL_STEPS["mirostat"](compiled.params)
         mu = float(request.state.step_state("mirostat").at(position, initial, device))
     search = _search_for if mu is None else _search_for.__wrapped__  # caching would not help: targets differ
@@ -90,13 +90,13 @@ def _search_for(
         kind = "greedy"
     elif 0 < compiled.top_k < width:
         kind = "top_k"
-    elif not compiled.steps:
+    elif not compiled.probs_steps:
         kind = "unfiltered"
     elif floor > -math.inf:
         kind = "floor_of_total" if floor_needs_total(compiled) else "floor_of_max"
     is_full = kind == "full_vocab"
-    sorts_vocab = is_full and bool(compiled.steps & STEPS_NEEDING_SORT)
-    return floor, GroupKey(kind, edited, sorts_vocab, is_full and "typical" in compiled.steps)
+    sorts_vocab = is_full and bool(compiled.probs_steps & STEPS_NEEDING_SORT)
+    return floor, GroupKey(kind, edited, sorts_vocab, is_full and "typical" in compiled.probs_steps)
 
 
 class RowGroup:
@@ -117,10 +117,10 @@ class RowGroup:
         self.batch_params = batch_params(self.compiled, device)
         self.params = self.batch_params.columns
         different = set(self.compiled)
-        taken = [compiled.steps.union(compiled.logits_steps) for compiled in different]
+        taken = [compiled.probs_steps.union(compiled.logits_steps) for compiled in different]
         self.active: dict[str, Tensor | None] = dict.fromkeys(frozenset.intersection(*taken))
         for step in frozenset.union(*taken).difference(self.active):
-            takes_step = [[step in compiled.steps or step in compiled.logits_steps] for compiled in self.compiled]
+            takes_step = [[step in compiled.probs_steps or step in compiled.logits_steps] for compiled in self.compiled]
             self.active[step] = torch.tensor(takes_step).to(device, non_blocking=True)
         self.stateful_steps = {step for compiled in different for step in compiled.stateful_steps}
 
@@ -282,7 +282,7 @@ def xtc(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
 def _xtc_exempt_mask(c: Candidates, rows: RowGroup) -> Tensor | None:
     """Which candidates XTC never excludes (rows, k); None if that is none."""
     vocabulary, width, device = rows.vocabulary, rows.width, rows.device
-    sets = [vocabulary.xtc_exempt_ids_of(each) if "xtc" in each.steps else None for each in rows.compiled]
+    sets = [vocabulary.xtc_exempt_ids_of(each) if "xtc" in each.probs_steps else None for each in rows.compiled]
     used = [ids for ids in sets if ids is not None]
     if not any(used):
         return None
