@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeAlias, overload
@@ -23,7 +22,7 @@ from .constrained import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
 from .errors import InputError, NotLoaded
 from .generator import Generator, Job, StreamingResult
 from .generator.generator import JobGroup, encode_prompt
-from .generator.validation import filter_tuple, materialize, one_per_prompt, whole_number
+from .generator.validation import filter_tuple, materialize, offset_seed, one_per_prompt, whole_number
 from .hub import find_model
 from .kvcache import CACHES, PAGE_SIZE, CacheBase
 from .model import Model
@@ -295,9 +294,10 @@ class LLM:
         for i, text in enumerate(texts):
             ids, embeddings = self._encode(text, add_bos, encode_special_tokens, lists["embeddings"][i])
             filters = _combined_filters(lists["filters"][i], compiled)
-            own_seed = seed + i if isinstance(seed, Integral) else seed
             options = {**common, "embeddings": embeddings}
-            jobs.append(self._make_job(ids, max_new_tokens, settings_list[i], stop, own_seed, filters, options))
+            jobs.append(
+                self._make_job(ids, max_new_tokens, settings_list[i], stop, offset_seed(seed, i), filters, options)
+            )
         completions = self._run(jobs)
         return completions[0] if single else completions
 
@@ -392,7 +392,7 @@ class LLM:
             self.model, text, job_arguments.get("embeddings")
         )
         template_stops = chat_template.format.stop_conditions(self.tokenizer.single_id) if chat_template.format else []
-        return [_encode_chat(self.tokenizer, text, chat_template.format, embeddings)], template_stops
+        return [_encode_rendered(self.tokenizer, text, chat_template.format, embeddings)], template_stops
 
     def _make_filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:
         """Filters for all jobs of a call; each job works on a copy.
@@ -476,7 +476,7 @@ def _stop_list(given: Any) -> list[Any]:
     return [*given] if is_collection else [] if given is None else [given]
 
 
-def _encode_chat(tokenizer: Tokenizer, text: str, chat_format: PromptFormat | None, embeddings: Any) -> Tensor:
+def _encode_rendered(tokenizer: Tokenizer, text: str, chat_format: PromptFormat | None, embeddings: Any) -> Tensor:
     """The ids of a rendered conversation; a named prompt format also says how its text is encoded."""
     special = chat_format is None or chat_format.encode_special_tokens
     ids = tokenizer.encode(text, encode_special_tokens=special, embeddings=embeddings)

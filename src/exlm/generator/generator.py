@@ -23,6 +23,7 @@ from .validation import (
     check_components,
     drop_unknown,
     materialize,
+    offset_seed,
     one_per_prompt,
     prompt_list,
     prompt_texts,
@@ -196,12 +197,12 @@ class Generator:
             for job in [*self.active_jobs, *self.pending_jobs]:
                 self.cancel(job)
 
-    def cancel_later(self, jobs: Sequence[Job]) -> None:
+    def abandon(self, jobs: Sequence[Job]) -> None:
         """Drop jobs at the next call. It takes no lock, so that a finaliser may call it at any moment."""
         self._abandoned.extend(jobs)
 
     def cancel_abandoned(self) -> None:
-        """Drop the jobs given to `cancel_later`."""
+        """Drop the jobs given to `abandon`."""
         with self.lock:
             while self._abandoned:  # Ctrl-C before `popleft` only has a job cancelled twice
                 self.cancel(self._abandoned[0])
@@ -327,7 +328,7 @@ class Generator:
                     gen_settings=settings_list[i],
                     filters=filter_lists[i],
                     embeddings=wrapped,
-                    seed=seed + i if isinstance(seed, Integral) else seed,
+                    seed=offset_seed(seed, i),
                     **options,
                 )
             )
@@ -463,7 +464,7 @@ class JobGroup:
 
     def abandon(self) -> None:
         """Drop the jobs at the generator's next call; for finalisers."""
-        self._generator.cancel_later(self._jobs)
+        self._generator.abandon(self._jobs)
 
 
 def encode_prompt(

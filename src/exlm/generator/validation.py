@@ -109,6 +109,11 @@ def one_per_prompt(values: Any, count: int, name: str) -> list[Any]:
     return list(values)
 
 
+def offset_seed(seed: Any, index: int) -> Any:
+    """The seed of prompt `index`; a seed that is not an integer is unchanged, and the job refuses it."""
+    return seed + index if isinstance(seed, Integral) else seed
+
+
 def check_components(model: Any, cache: Any) -> None:
     """Refuse a model or cache of a wrong type, as when they are in the wrong order."""
     for name, part, kind, attribute in (("model", model, "Model", "runner"), ("cache", cache, "Cache", "batch_size")):

@@ -23,6 +23,7 @@ from ..generator import Job
 from ..generator.engine import EngineCore
 from ..generator.model_runner import ModelRunner
 from ..generator.page_table import PageTable
+from ..generator.validation import offset_seed
 from ..kvcache import CacheBase
 from ..model import Model
 from ..sampling import SamplingRequest, Settings
@@ -122,7 +123,7 @@ class BaseGenerator:
         } | filter_arguments(gen_settings, filters, filter_prefer_eos)
         first_seed = random.getrandbits(63) if seed is None else seed
         jobs = [
-            LegacyJob(row, num_tokens, seed=_offset_seed(first_seed, i), embeddings=embeddings, **options)
+            LegacyJob(row, num_tokens, seed=offset_seed(first_seed, i), embeddings=embeddings, **options)
             for i, (row, (_, embeddings)) in enumerate(zip(rows, prompts, strict=True))
             if num_tokens
         ]
@@ -243,8 +244,3 @@ class BaseGenerator:
                 abort_event=self.abort_event,
                 indexed_embeddings=embeddings or None,
             )
-
-
-def _offset_seed(seed: Any, index: int) -> Any:
-    """The seed of prompt `index`; a seed that is not an integer is unchanged, and the job refuses it."""
-    return seed + index if isinstance(seed, Integral) else seed
