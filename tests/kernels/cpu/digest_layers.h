@@ -158,7 +158,7 @@ typedef struct {
 /* Two layers at once are the bits of one after the other. */
 static uint64_t run_layer(void *job, int threads) {
     Layer *l = job;
-    const LinearGroup *qkv = &l->weights.qkv;
+    const FusedMatrices *qkv = &l->weights.qkv;
     const AttnArgs *c = &l->attention.args;
     const LayerWeights *weights[] = {&l->weights, &l->weights};
     AttnArgs layers[] = {*c, *c};
@@ -190,9 +190,9 @@ static void case_layer(int n) {
     job.width = width;
     random_cache(&job.attention, rows, tokens, bits[n % 4], bits[n % 4]);
     job.x = random_floats((long)rows * tokens * width, 1);
-    job.weights.qkv = (LinearGroup){{m, m + 1, m + 2}, random_floats(width, 1), 1e-5f, 3, 0};
-    job.weights.o = (LinearGroup){{m + 3}, NULL, 0, 1, 0};
-    job.weights.gate_up = (LinearGroup){{m + 4, m + 5}, random_floats(width, 1), 1e-5f, 2, 1};
-    job.weights.down = (LinearGroup){{m + 6}, NULL, 0, 1, 0};
+    job.weights.qkv = (FusedMatrices){{m, m + 1, m + 2}, random_floats(width, 1), 1e-5f, 3, 0};
+    job.weights.o = (FusedMatrices){{m + 3}, NULL, 0, 1, 0};
+    job.weights.gate_up = (FusedMatrices){{m + 4, m + 5}, random_floats(width, 1), 1e-5f, 2, 1};
+    job.weights.down = (FusedMatrices){{m + 6}, NULL, 0, 1, 0};
     print_digest("layer", bits[n % 4], rows * tokens, width, run_layer, &job);
 }

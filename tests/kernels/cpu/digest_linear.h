@@ -320,7 +320,7 @@ static uint64_t run_bf12_columns(void *job, int threads) {
 
 /* float16 and bfloat16 matrices, and one number that fits neither. */
 static void case_f16(int n) {
-    int inputs = LANES * random_int(1, 60), outputs = F16_TILE * random_int(1, 9), dtype = n % 2 ? F16 : BF16;
+    int inputs = LANES * random_int(1, 60), outputs = FLOAT_TILE_N * random_int(1, 9), dtype = n % 2 ? F16 : BF16;
     long count = (long)inputs * outputs;
     uint16_t *halves = random_f16(count), *narrow = allocate((size_t)count * sizeof(uint16_t));
     float *data = allocate((size_t)count * sizeof(float));
@@ -345,7 +345,7 @@ static void case_f16(int n) {
 
 /* BF12 matrices with zeros and outliers, and one number that BF12 cannot hold. */
 static void case_bf12(int n) {
-    int inputs = 64 * random_int(1, 20), outputs = F16_TILE * random_int(1, 9), begin = 0;
+    int inputs = 64 * random_int(1, 20), outputs = FLOAT_TILE_N * random_int(1, 9), begin = 0;
     long count = (long)inputs * outputs;
     float *data = allocate((size_t)count * sizeof(float)), *units = allocate((size_t)outputs * sizeof(float));
     int32_t *outlier_begin = allocate((size_t)(outputs + 1) * sizeof(int32_t));

@@ -18,7 +18,7 @@ from .bindings import AttnArgs, AttnParams, BatchArgs, Library, QuantKV
 
 _QUANT_BITS: dict[KVCacheDtype, int] = {"hadamard8": 8, "hadamard4": 4, "fp8_e5m2": 1}
 _MAX_DECODE_TOKENS = 8
-"""With more new tokens for each row C uses its prefill kernel (csrc/attn.h)."""
+"""With more new tokens for each row C uses its prefill kernel (csrc/attn_common.h)."""
 
 
 class CpuRotaryEmbedding(RotaryEmbedding):

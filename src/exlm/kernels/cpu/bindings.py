@@ -71,7 +71,7 @@ class Matrix(ctypes.Structure):
     )
 
 
-class LinearGroup(ctypes.Structure):
+class FusedMatrices(ctypes.Structure):
     """Matrices that share an input, with a norm before and a gate after them."""
 
     _fields_ = (
@@ -112,7 +112,7 @@ class AttnArgs(ctypes.Structure):
 class LayerWeights(ctypes.Structure):
     """The matrices of a decoder layer."""
 
-    _fields_ = _fields(LinearGroup, "qkv o gate_up down")
+    _fields_ = _fields(FusedMatrices, "qkv o gate_up down")
 
 
 class BatchArgs(ctypes.Structure):
@@ -125,7 +125,7 @@ class BatchArgs(ctypes.Structure):
 
 
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
-    *(FactorTable, GroupSpan, Segment, Bf12, Matrix, LinearGroup),
+    *(FactorTable, GroupSpan, Segment, Bf12, Matrix, FusedMatrices),
     *(AttnParams, QuantKV, AttnArgs, LayerWeights, BatchArgs),
 )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import Unsupported
 from .. import interface as b
 from .attention import PagedAttention
-from .bindings import AttnArgs, LayerWeights, Library, LinearGroup
+from .bindings import AttnArgs, LayerWeights, Library, FusedMatrices
 from .ops import PackedLinear
 
 MAX_FUSED = 3
@@ -32,7 +32,7 @@ class FusedLinear(b.FusedLinear):
             raise Unsupported("up to three matrices together, two behind a gate")
         self._matrices, self._scale = tuple(matrices), scale  # C holds their addresses
         self._outputs = [m.matrix.out_features for m in matrices][: 1 if gated else None]
-        self.struct = LinearGroup(
+        self.struct = FusedMatrices(
             *(matrices[n].matrix.address if n < len(matrices) else None for n in range(MAX_FUSED)),
             *(None if scale is None else scale.data_ptr(), eps, len(matrices), int(gated)),
         )

@@ -7,7 +7,7 @@ The way of one weight from a file to a dot product:
         |  of 16 inputs, input_of_k says which input                |  else 16, if they hold every number
         v  is at each k                                             v
     panels of 48 outputs (drawn in csrc/w_panels.h)            rows of outputs (drawn in csrc/bf12.h)
-        |  csrc/gemm_int8.h: activations become 16-bit              |  csrc/gemm_f16.h: float32 FMA
+        |  csrc/gemm_int8.h: activations become 16-bit              |  csrc/gemm_float.h: float32 FMA
         |  integers, dot products int32 (csrc/exlm_cpu.c)           |
         v                                                           v
     y (rows, outputs) float32
@@ -44,7 +44,7 @@ CODEBOOK_BITS = 4
 """Codes of this width may stand for any sixteen bytes: a byte shuffle looks them up (IQ4_NL, IQ4_XS)."""
 
 F16_BITS, BF12_BITS = 16, 12
-F16_TILE = 8
+FLOAT_TILE_N = 8
 """Dense matrices have a multiple of this many outputs."""
 
 BF12_BLOCK = 64
@@ -268,8 +268,8 @@ def pack_dense(
 def pack_bf12(data: Tensor, bias: Tensor | None, library: Library, threads: int, arena: HugePageArena) -> PackedMatrix:
     """(outputs, inputs) float32 numbers of eight significant bits, as BF12."""
     outputs, inputs = data.shape
-    if data.dtype is not torch.float32 or outputs % F16_TILE or inputs % BF12_BLOCK:
-        raise Unsupported(f"its shape is no multiple of BF12 tiles of {F16_TILE} by {BF12_BLOCK}")
+    if data.dtype is not torch.float32 or outputs % FLOAT_TILE_N or inputs % BF12_BLOCK:
+        raise Unsupported(f"its shape is no multiple of BF12 tiles of {FLOAT_TILE_N} by {BF12_BLOCK}")
     data = data.contiguous()
     shape = data.data_ptr(), outputs, inputs
     units, counts = torch.empty(outputs), torch.empty(outputs, dtype=torch.int32)
@@ -296,8 +296,8 @@ def pack_bf12(data: Tensor, bias: Tensor | None, library: Library, threads: int,
 def cast_to_16bit(data: Tensor, library: Library, threads: int, arena: HugePageArena) -> Tensor:
     """(outputs, inputs) float32 numbers as float16 or bfloat16, whichever holds every one of them."""
     outputs, inputs = data.shape
-    if data.dtype is not torch.float32 or outputs % F16_TILE or inputs % KBLOCK:
-        raise Unsupported(f"its shape is no multiple of dense tiles of {F16_TILE} by {KBLOCK}")
+    if data.dtype is not torch.float32 or outputs % FLOAT_TILE_N or inputs % KBLOCK:
+        raise Unsupported(f"its shape is no multiple of dense tiles of {FLOAT_TILE_N} by {KBLOCK}")
     data = data.contiguous()
     memory = arena.allocate(2 * data.numel())
     for dtype in (torch.float16, torch.bfloat16):

@@ -7,7 +7,7 @@
 #ifndef EXLM_ATTN_DECODE_H
 #define EXLM_ATTN_DECODE_H
 
-#include "attn.h"
+#include "attn_common.h"
 
 enum { DECODE_BLOCK = 8, PREFETCH_BLOCKS = 4 };
 
@@ -109,7 +109,7 @@ INLINE void pv_block(const char *value, const char *prefetch, int64_t n_values, 
 }
 
 typedef struct {
-    AttnArgs args;
+    const AttnArgs *args;
     float *scratch; /* (rows * tokens * kv_heads, scratch_size) */
     int64_t scratch_size;
     int kv_heads_per_chunk;
@@ -118,46 +118,47 @@ typedef struct {
 
 /* The address read PREFETCH_BLOCKS blocks after block n: a row's keys are followed by its values, then by the next
    row's keys. */
-INLINE const char *prefetch_target(const AttnArgs *c, int row, int64_t first, int64_t count, int64_t n, int head,
+INLINE const char *prefetch_target(const AttnArgs *args, int row, int64_t first, int64_t count, int64_t n, int head,
                                    int kv_f16) {
     int64_t blocks = (count + DECODE_BLOCK - 1) / DECODE_BLOCK;
     n += PREFETCH_BLOCKS;
-    if (n < blocks) return kv_pointer(c, c->keys, row, first + n * DECODE_BLOCK, head, kv_f16);
-    if (n < 2 * blocks) return kv_pointer(c, c->values, row, first + (n - blocks) * DECODE_BLOCK, head, kv_f16);
-    if (row + 1 < c->rows) row++;
-    first = window_start(c->params, c->past_lens[row]);
+    if (n < blocks) return kv_pointer(args, args->keys, row, first + n * DECODE_BLOCK, head, kv_f16);
+    if (n < 2 * blocks) return kv_pointer(args, args->values, row, first + (n - blocks) * DECODE_BLOCK, head, kv_f16);
+    if (row + 1 < args->rows) row++;
+    first = window_start(args->params, args->past_lens[row]);
     n = first + (n - 2 * blocks) * DECODE_BLOCK;
-    return kv_pointer(c, c->keys, row, n < c->past_lens[row] ? n : first, head, kv_f16);
+    return kv_pointer(args, args->keys, row, n < args->past_lens[row] ? n : first, head, kv_f16);
 }
 
 /* One token and the query heads of some kv heads. */
 INLINE void decode_token(const DecodeJob *job, int chunk, int kv_f16) {
-    const AttnArgs *c = &job->args;
-    const AttnParams *l = c->params;
-    int kv_heads = job->kv_heads_per_chunk, heads_per_kv = l->heads / l->kv_heads, heads = kv_heads * heads_per_kv;
-    int chunks_per_token = l->kv_heads / kv_heads, dim = l->head_dim, width = l->kv_heads * dim;
-    int i = chunk / chunks_per_token, row = i / c->tokens, kv_head = chunk % chunks_per_token * kv_heads;
-    long first_head = (long)i * l->heads + kv_head * heads_per_kv, head_bytes = kv_bytes(dim, kv_f16);
-    int64_t pos = c->past_lens[row] + i % c->tokens, first = window_start(l, pos), count = pos - first + 1;
+    const AttnArgs *args = job->args;
+    const AttnParams *params = args->params;
+    int heads_per_kv = params->heads / params->kv_heads;
+    int kv_heads = job->kv_heads_per_chunk, heads = kv_heads * heads_per_kv;
+    int chunks_per_token = params->kv_heads / kv_heads, dim = params->head_dim, width = params->kv_heads * dim;
+    int i = chunk / chunks_per_token, row = i / args->tokens, kv_head = chunk % chunks_per_token * kv_heads;
+    long first_head = (long)i * params->heads + kv_head * heads_per_kv, head_bytes = kv_bytes(dim, kv_f16);
+    int64_t pos = args->past_lens[row] + i % args->tokens, first = window_start(params, pos), count = pos - first + 1;
     int64_t in_page, block = 0;
     float *q = job->scratch + (int64_t)chunk * kv_heads * job->scratch_size;
-    float *denominators = q + heads * dim, *scores = denominators + heads, *out = c->out + first_head * dim;
-    if (job->append_in_chunk) append_kv(c, i);
-    for (int h = 0; h < heads; h++) rope(l, c->q + (first_head + h) * dim, c->positions[i], q + h * dim);
+    float *denominators = q + heads * dim, *scores = denominators + heads, *out = args->out + first_head * dim;
+    if (job->append_in_chunk) append_kv(args, i);
+    for (int h = 0; h < heads; h++) rope(params, args->q + (first_head + h) * dim, args->positions[i], q + h * dim);
     for (int64_t j = 0; j < count; j += in_page) {
-        page_run(c, row, first + j, count - j < DECODE_BLOCK ? count - j : DECODE_BLOCK, &in_page);
-        const char *key = kv_pointer(c, c->keys, row, first + j, kv_head, kv_f16);
-        const char *prefetch = prefetch_target(c, row, first, count, block++, kv_head, kv_f16);
+        page_run(args, row, first + j, count - j < DECODE_BLOCK ? count - j : DECODE_BLOCK, &in_page);
+        const char *key = kv_pointer(args, args->keys, row, first + j, kv_head, kv_f16);
+        const char *prefetch = prefetch_target(args, row, first, count, block++, kv_head, kv_f16);
         for (int h = 0; h < heads; h += heads_per_kv, key += head_bytes, prefetch += head_bytes)
-            qk_block(q + h * dim, key, prefetch, in_page, dim, width, heads_per_kv, kv_f16, l->scale,
+            qk_block(q + h * dim, key, prefetch, in_page, dim, width, heads_per_kv, kv_f16, params->scale,
                      scores + h * count + j, count);
     }
     memset(out, 0, heads * dim * sizeof(float));
     for (int h = 0; h < heads; h++) denominators[h] = softmax_numerators(scores + h * count, count);
     for (int64_t j = 0; j < count; j += in_page) {
-        page_run(c, row, first + j, count - j < DECODE_BLOCK ? count - j : DECODE_BLOCK, &in_page);
-        const char *value = kv_pointer(c, c->values, row, first + j, kv_head, kv_f16);
-        const char *prefetch = prefetch_target(c, row, first, count, block++, kv_head, kv_f16);
+        page_run(args, row, first + j, count - j < DECODE_BLOCK ? count - j : DECODE_BLOCK, &in_page);
+        const char *value = kv_pointer(args, args->values, row, first + j, kv_head, kv_f16);
+        const char *prefetch = prefetch_target(args, row, first, count, block++, kv_head, kv_f16);
         for (int h = 0; h < heads; h += heads_per_kv, value += head_bytes, prefetch += head_bytes)
             pv_block(value, prefetch, in_page, width, scores + h * count + j, count, heads_per_kv, kv_f16, dim,
                      out + h * dim);
@@ -167,7 +168,7 @@ INLINE void decode_token(const DecodeJob *job, int chunk, int kv_f16) {
 }
 
 static void decode_chunk(void *job, int chunk) {
-    if (((const DecodeJob *)job)->args.kv_f16)
+    if (((const DecodeJob *)job)->args->kv_f16)
         decode_token(job, chunk, 1);
     else
         decode_token(job, chunk, 0);
@@ -175,17 +176,16 @@ static void decode_chunk(void *job, int chunk) {
 
 /* Returns 0, or 1 if there is no memory. */
 static int attn_decode(const AttnArgs *args, int64_t longest, int threads) {
-    DecodeJob job = {.args = *args};
-    const AttnArgs *c = &job.args;
-    const AttnParams *l = c->params;
-    int tokens = c->rows * c->tokens, heads = tokens * l->kv_heads;
+    DecodeJob job = {.args = args};
+    const AttnParams *params = args->params;
+    int tokens = args->rows * args->tokens, heads = tokens * params->kv_heads;
     if (longest * heads < 512) threads = 1;
-    job.kv_heads_per_chunk = tokens < 2 * threads && threads > 1 ? 1 : l->kv_heads;
-    job.scratch_size = (int64_t)(l->heads / l->kv_heads) * (l->head_dim + 1 + longest) + LANES;
+    job.kv_heads_per_chunk = tokens < 2 * threads && threads > 1 ? 1 : params->kv_heads;
+    job.scratch_size = (int64_t)(params->heads / params->kv_heads) * (params->head_dim + 1 + longest) + LANES;
     job.scratch = malloc(heads * job.scratch_size * sizeof(float));
     if (!job.scratch) return 1;
-    job.append_in_chunk = c->tokens == 1 && job.kv_heads_per_chunk == l->kv_heads;
-    for (int i = 0; i < tokens && !job.append_in_chunk; i++) append_kv(c, i);
+    job.append_in_chunk = args->tokens == 1 && job.kv_heads_per_chunk == params->kv_heads;
+    for (int i = 0; i < tokens && !job.append_in_chunk; i++) append_kv(args, i);
     parallel_for(decode_chunk, &job, heads / job.kv_heads_per_chunk, threads);
     free(job.scratch);
     return 0;

@@ -10,7 +10,7 @@
 #define EXLM_ATTN_PREFILL_H
 
 #include "attn_decode.h"
-#include "attn_decode_q.h"
+#include "attn_decode_quant.h"
 
 /* Queries, and registers of keys or of a value's numbers, whose sums fit. */
 #if defined(__AVX512F__) || (defined(__aarch64__) && !defined(EXLM_PORTABLE))
@@ -37,20 +37,20 @@ typedef struct {
 
 static void append_chunk(void *job, int chunk) {
     const PrefillJob *p = job;
-    const AttnArgs *c = p->args;
+    const AttnArgs *args = p->args;
     float work[MAX_KV_WIDTH];
-    for (int i = chunk * APPEND_CHUNK; i < (chunk + 1) * APPEND_CHUNK && i < c->rows * c->tokens; i++) {
-        if (c->quant_keys.bits)
-            append_kv_q(c, i, p->new_keys, work);
+    for (int i = chunk * APPEND_CHUNK; i < (chunk + 1) * APPEND_CHUNK && i < args->rows * args->tokens; i++) {
+        if (args->quant_keys.bits)
+            append_kv_quant(args, i, p->new_keys, work);
         else
-            append_kv(c, i);
+            append_kv(args, i);
     }
 }
 
 /* One head of an old token; `at` is the index of its first number in all pages. */
 static void dequantize_head(const QuantKV *from, int64_t at, int dim, int interleave, float *out) {
     int bits = (int)from->bits;
-    if (bits == TRUNCATED_F16) {
+    if (bits == FP8_E5M2) {
         for (int d = 0; d < dim; d++) out[d] = f16_to_f32((uint16_t)(from->codes[at + d] << 8));
         return;
     }
@@ -74,27 +74,27 @@ static void dequantize_head(const QuantKV *from, int64_t at, int dim, int interl
 }
 
 /* Key and value of any token, of quantised pages. */
-static void load_kv_head_q(const PrefillJob *p, int64_t pos, float *key, float *value) {
-    const AttnArgs *c = p->args;
-    int dim = c->params->head_dim, width = c->params->kv_heads * dim, interleave = (int)c->hadamard_interleave;
-    int64_t past = c->past_lens[p->row];
+static void load_kv_head_quant(const PrefillJob *p, int64_t pos, float *key, float *value) {
+    const AttnArgs *args = p->args;
+    int dim = args->params->head_dim, width = args->params->kv_heads * dim, interleave = (int)args->hadamard_interleave;
+    int64_t past = args->past_lens[p->row];
     if (pos >= past) {
-        int64_t at = ((int64_t)p->row * c->tokens + (pos - past)) * width + p->head * dim;
+        int64_t at = ((int64_t)p->row * args->tokens + (pos - past)) * width + p->head * dim;
         memcpy(key, p->new_keys + at, dim * sizeof(float));
-        memcpy(value, c->v + at, dim * sizeof(float));
+        memcpy(value, args->v + at, dim * sizeof(float));
         return;
     }
-    int64_t at = kv_slot(c, p->row, pos) * width + p->head * dim;
-    dequantize_head(&c->quant_keys, at, dim, interleave, key);
-    dequantize_head(&c->quant_values, at, dim, interleave, value);
+    int64_t at = kv_slot(args, p->row, pos) * width + p->head * dim;
+    dequantize_head(&args->quant_keys, at, dim, interleave, key);
+    dequantize_head(&args->quant_values, at, dim, interleave, value);
 }
 
 /* Key and value of any token, of float pages. */
 INLINE void load_kv_head(const PrefillJob *p, int64_t pos, int kv_f16, float *key, float *value) {
-    const AttnArgs *c = p->args;
-    const char *stored_key = kv_pointer(c, c->keys, p->row, pos, p->head, kv_f16);
-    const char *stored_value = kv_pointer(c, c->values, p->row, pos, p->head, kv_f16);
-    for (int d = 0; d < c->params->head_dim; d += VLEN) {
+    const AttnArgs *args = p->args;
+    const char *stored_key = kv_pointer(args, args->keys, p->row, pos, p->head, kv_f16);
+    const char *stored_value = kv_pointer(args, args->values, p->row, pos, p->head, kv_f16);
+    for (int d = 0; d < args->params->head_dim; d += VLEN) {
         f32v k = load_kv(stored_key, d, kv_f16), v = load_kv(stored_value, d, kv_f16);
         f32_store(key + d, k);
         f32_store(value + d, v);
@@ -111,7 +111,7 @@ INLINE void pack_kv_block(const PrefillJob *p, int64_t block, int quantised, int
             memset(key, 0, dim * sizeof(float));
             memset(value, 0, dim * sizeof(float));
         } else if (quantised)
-            load_kv_head_q(p, pos, key, value);
+            load_kv_head_quant(p, pos, key, value);
         else
             load_kv_head(p, pos, kv_f16, key, value);
         for (int d = 0; d < dim; d++) keys[d * ATTN_BLOCK_N + n] = key[d];
@@ -121,22 +121,22 @@ INLINE void pack_kv_block(const PrefillJob *p, int64_t block, int quantised, int
 /* Lays out one block of keys and values, and an equal share of the queries, rotated and scaled. */
 static void pack_kv_chunk(void *job, int chunk) {
     const PrefillJob *p = job;
-    const AttnArgs *c = p->args;
-    const AttnParams *l = c->params;
+    const AttnArgs *args = p->args;
+    const AttnParams *params = args->params;
     int64_t blocks = (p->count + ATTN_BLOCK_N - 1) / ATTN_BLOCK_N, first = p->queries * chunk / blocks;
-    int heads_per_kv = l->heads / l->kv_heads;
-    if (c->quant_keys.bits)
+    int heads_per_kv = params->heads / params->kv_heads;
+    if (args->quant_keys.bits)
         pack_kv_block(p, chunk, 1, 0);
-    else if (c->kv_f16)
+    else if (args->kv_f16)
         pack_kv_block(p, chunk, 0, 1);
     else
         pack_kv_block(p, chunk, 0, 0);
     for (int64_t n = first; n < p->queries * (chunk + 1) / blocks; n++) {
-        int64_t token = (int64_t)p->row * c->tokens + n / heads_per_kv;
-        int64_t head = token * l->heads + p->head * heads_per_kv + n % heads_per_kv;
-        float *to = p->q + n * l->head_dim;
-        rope(l, c->q + head * l->head_dim, c->positions[token], to);
-        for (int d = 0; d < l->head_dim; d += LANES) store16(to + d, load16(to + d) * l->scale);
+        int64_t token = (int64_t)p->row * args->tokens + n / heads_per_kv;
+        int64_t head = token * params->heads + p->head * heads_per_kv + n % heads_per_kv;
+        float *to = p->q + n * params->head_dim;
+        rope(params, args->q + head * params->head_dim, args->positions[token], to);
+        for (int d = 0; d < params->head_dim; d += LANES) store16(to + d, load16(to + d) * params->scale);
     }
 }
 
@@ -212,9 +212,9 @@ INLINE int clamp_to_block(int64_t n) { return n < 0 ? 0 : n < ATTN_BLOCK_N ? (in
 
 /* ATTN_BLOCK_M queries from `first` on, over all blocks that one of them sees. */
 static void prefill_block(const PrefillJob *p, int64_t first) {
-    const AttnArgs *c = p->args;
-    const AttnParams *l = c->params;
-    int heads_per_kv = l->heads / l->kv_heads, dim = l->head_dim;
+    const AttnArgs *args = p->args;
+    const AttnParams *params = args->params;
+    int heads_per_kv = params->heads / params->kv_heads, dim = params->head_dim;
     float scores[ATTN_BLOCK_M * ATTN_BLOCK_N] __attribute__((aligned(64))), discard[MAX_HEAD_DIM];
     const float *q[ATTN_BLOCK_M];
     float *outs[ATTN_BLOCK_M];
@@ -224,13 +224,13 @@ static void prefill_block(const PrefillJob *p, int64_t first) {
     for (int r = 0; r < ATTN_BLOCK_M; r++) {
         int present = first + r < p->queries;
         int64_t n = present ? first + r : p->queries - 1, token = n / heads_per_kv;
-        int64_t out_token = (int64_t)p->row * c->tokens + token;
-        int64_t last = present ? c->past_lens[p->row] + token + 1 : 0;
+        int64_t kv_head = ((int64_t)p->row * args->tokens + token) * params->kv_heads + p->head;
+        int64_t last = present ? args->past_lens[p->row] + token + 1 : 0;
         q[r] = p->q + n * dim;
         outs[r] = discard;
-        if (present) outs[r] = c->out + (out_token * l->heads + p->head * heads_per_kv + n % heads_per_kv) * dim;
+        if (present) outs[r] = args->out + (kv_head * heads_per_kv + n % heads_per_kv) * dim;
         stop[r] = last;
-        start[r] = l->window && last > l->window ? last - l->window : 0;
+        start[r] = params->window && last > params->window ? last - params->window : 0;
         if (last && start[r] < from) from = start[r];
         if (last > until) until = last;
         softmax[r] = (SoftmaxState){-__builtin_inff(), 0};
@@ -259,21 +259,22 @@ static void prefill_chunk(void *job, int chunk) {
 }
 
 /* Returns 0, or 1 if there is no memory. */
-static int attn_prefill(const AttnArgs *c, int64_t longest, int threads) {
-    const AttnParams *l = c->params;
+static int attn_prefill(const AttnArgs *args, int64_t longest, int threads) {
+    const AttnParams *params = args->params;
     int chunk_queries = ATTN_BLOCK_M * BLOCKS_PER_CHUNK;
-    PrefillJob p = {.args = c, .queries = (int64_t)c->tokens * (l->heads / l->kv_heads)};
-    int64_t room = (longest + ATTN_BLOCK_N - 1) / ATTN_BLOCK_N * ATTN_BLOCK_N * l->head_dim;
-    int64_t new_numbers = c->quant_keys.bits ? (int64_t)c->rows * c->tokens * l->kv_heads * l->head_dim : 0;
-    p.keys = malloc((2 * room + p.queries * l->head_dim + new_numbers) * sizeof(float));
+    PrefillJob p = {.args = args, .queries = (int64_t)args->tokens * (params->heads / params->kv_heads)};
+    int64_t room = (longest + ATTN_BLOCK_N - 1) / ATTN_BLOCK_N * ATTN_BLOCK_N * params->head_dim;
+    int64_t new_numbers = (int64_t)args->rows * args->tokens * params->kv_heads * params->head_dim;
+    if (!args->quant_keys.bits) new_numbers = 0;
+    p.keys = malloc((2 * room + p.queries * params->head_dim + new_numbers) * sizeof(float));
     if (!p.keys) return 1;
     p.values = p.keys + room;
     p.q = p.values + room;
-    p.new_keys = p.q + p.queries * l->head_dim;
-    parallel_for(append_chunk, &p, (c->rows * c->tokens + APPEND_CHUNK - 1) / APPEND_CHUNK, threads);
-    for (p.row = 0; p.row < c->rows; p.row++)
-        for (p.head = 0; p.head < l->kv_heads; p.head++) {
-            p.count = c->past_lens[p.row] + c->tokens;
+    p.new_keys = p.q + p.queries * params->head_dim;
+    parallel_for(append_chunk, &p, (args->rows * args->tokens + APPEND_CHUNK - 1) / APPEND_CHUNK, threads);
+    for (p.row = 0; p.row < args->rows; p.row++)
+        for (p.head = 0; p.head < params->kv_heads; p.head++) {
+            p.count = args->past_lens[p.row] + args->tokens;
             parallel_for(pack_kv_chunk, &p, (int)((p.count + ATTN_BLOCK_N - 1) / ATTN_BLOCK_N), threads);
             parallel_for(prefill_chunk, &p, (int)((p.queries + chunk_queries - 1) / chunk_queries), threads);
         }
@@ -286,11 +287,12 @@ static int attn_prefill(const AttnArgs *c, int64_t longest, int threads) {
 
 /* Stores the new tokens and computes their attention, over pages of any kind. `longest`: past and new tokens of the
    longest row. Returns 0, or 1 if there is no memory. */
-EXPORT int exlm_attention(const AttnArgs *c, int64_t longest, int threads) {
-    const AttnParams *l = c->params;
-    int prefill = c->tokens > MAX_DECODE_TOKENS, quantised = c->quant_keys.bits > 0;
-    if (prefill && !(quantised && l->kv_heads * l->head_dim > MAX_KV_WIDTH)) return attn_prefill(c, longest, threads);
-    return quantised ? attn_decode_q(c, longest, threads) : attn_decode(c, longest, threads);
+EXPORT int exlm_attention(const AttnArgs *args, int64_t longest, int threads) {
+    const AttnParams *params = args->params;
+    int prefill = args->tokens > MAX_DECODE_TOKENS, quantised = args->quant_keys.bits > 0;
+    if (quantised && params->kv_heads * params->head_dim > MAX_KV_WIDTH) prefill = 0;
+    if (prefill) return attn_prefill(args, longest, threads);
+    return quantised ? attn_decode_quant(args, longest, threads) : attn_decode(args, longest, threads);
 }
 
 #endif

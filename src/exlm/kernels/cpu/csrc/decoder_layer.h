@@ -8,7 +8,7 @@
 #include "linear.h"
 
 typedef struct {
-    LinearGroup qkv, o, gate_up, down;
+    FusedMatrices qkv, o, gate_up, down;
 } LayerWeights;
 
 /* The step's rows, the same for all layers. */

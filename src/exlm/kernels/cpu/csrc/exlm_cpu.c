@@ -25,8 +25,8 @@
      qact      quantised activations                             lane    one of the 16 numbers of a vector (f32x16)
 
    Headers, from the bottom: simd.h, threadpool.h; matrix.h, w_panels.h, repack_panels.h; norm_act.h, quantize_act.h,
-   dequant.h, kc_block.h, microkernel_*.h, gemm_unpacked.h, gemm_int8.h; bf12.h, gemm_f16.h (float weights); linear.h;
-   attn.h, attn_decode.h, attn_decode_q.h, attn_prefill.h; decoder_layer.h.
+   dequant.h, kc_block.h, microkernel_*.h, gemm_narrow.h, gemm_int8.h; bf12.h, gemm_float.h (float weights); linear.h;
+   attn_common.h, attn_decode.h, attn_decode_quant.h, attn_prefill.h; decoder_layer.h.
 
    AMX is never used: virtual machines announce it without letting programs use it. */
 
@@ -45,7 +45,7 @@ EXPORT int exlm_sizeof(const char *name) {
     SIZE(AttnParams)
     SIZE(QuantKV)
     SIZE(AttnArgs)
-    SIZE(LinearGroup)
+    SIZE(FusedMatrices)
     SIZE(LayerWeights)
     SIZE(BatchArgs)
 #undef SIZE

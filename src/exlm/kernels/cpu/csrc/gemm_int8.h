@@ -14,7 +14,7 @@
 #if defined(__AVX512VNNI__)
 #include "microkernel_vnni.h"
 #else
-#include "gemm_unpacked.h"
+#include "gemm_narrow.h"
 #endif
 
 enum { GEMM_BLOCK_M = 96 }; /* rows whose sums of a panel stay in L1 */
@@ -66,9 +66,9 @@ typedef struct {
     GemmArgs parts[MAX_FUSED];
     int panels, per_chunk; /* panels of all parts, of a chunk */
     int gated;             /* the result is silu(first) * second */
-} GroupedGemm;
+} FusedGemm;
 
-static void grouped_panel(const GroupedGemm *group, const GemmArgs *p, int index) {
+static void fused_panel(const FusedGemm *group, const GemmArgs *p, int index) {
     float sums[GEMM_BLOCK_M * PANEL_N] __attribute__((aligned(64)));
     float up_sums[GEMM_BLOCK_M * PANEL_N] __attribute__((aligned(64)));
     Panel panel = panel_at(p->matrix->outputs, index);
@@ -91,13 +91,13 @@ static void grouped_panel(const GroupedGemm *group, const GemmArgs *p, int index
     }
 }
 
-static void grouped_chunk(void *job, int chunk) {
-    const GroupedGemm *group = job;
+static void fused_chunk(void *job, int chunk) {
+    const FusedGemm *group = job;
     for (int n = chunk * group->per_chunk; n < (chunk + 1) * group->per_chunk && n < group->panels; n++) {
         const GemmArgs *p = group->parts;
         int panel = n;
         for (; panel >= p->panels; p++) panel -= p->panels;
-        grouped_panel(group, p, panel);
+        fused_panel(group, p, panel);
     }
 }
 
@@ -108,7 +108,7 @@ static int same_quantization(const Matrix *a, const Matrix *b) {
     return !memcmp(a->segments->spans, b->segments->spans, a->span_count * sizeof(GroupSpan));
 }
 
-static void quantize_block(GroupedGemm *group, int count, int first, int rows, int threads) {
+static void quantize_block(FusedGemm *group, int count, int first, int rows, int threads) {
     for (int n = 0; n < count; n++) {
         GemmArgs *p = group->parts + n;
         p->first = first;
@@ -136,7 +136,7 @@ static int gemm_int8(const Matrix *const *matrices, int count, const float *x, i
                      Fusion fusion, int threads) {
     int block_m = rows < GEMM_BLOCK_M ? rows : GEMM_BLOCK_M;
     size_t bytes = 1;
-    GroupedGemm group = {.gated = fusion.gated};
+    FusedGemm group = {.gated = fusion.gated};
     if (fusion.norm) x = fusion.norm->out;
     for (int n = 0; n < count; n++) {
         const Matrix *m = matrices[n];
@@ -160,7 +160,7 @@ static int gemm_int8(const Matrix *const *matrices, int count, const float *x, i
             if (!n && fusion.residual) p->residual = fusion.residual + (long)row * p->matrix->outputs;
         }
         quantize_block(&group, count, row, rows - row < block_m ? rows - row : block_m, threads);
-        parallel_for(grouped_chunk, &group, (group.panels + group.per_chunk - 1) / group.per_chunk, threads);
+        parallel_for(fused_chunk, &group, (group.panels + group.per_chunk - 1) / group.per_chunk, threads);
     }
     free(memory);
     return 0;

@@ -6,14 +6,14 @@
 
 #include <stdlib.h>
 
-#include "gemm_f16.h"
+#include "gemm_float.h"
 #include "gemm_int8.h"
 #include "norm_act.h"
 
 /* y (rows, outputs) = x (rows, inputs) times matrix + bias. Returns 0, or 1 if there is no memory. */
 EXPORT int exlm_linear(const Matrix *m, const float *x, int rows, float *y, int threads) {
     if (m->span_count) return gemm_int8(&m, 1, x, rows, &y, (Fusion){0}, threads);
-    return gemm_f16(m, x, rows, y, threads);
+    return gemm_float(m, x, rows, y, threads);
 }
 
 /* out (count, inputs) = columns of an integer or BF12 matrix as floats: the embeddings of tokens where the table is
@@ -33,11 +33,11 @@ typedef struct {
     const float *norm; /* (inputs) the weight of an RMS norm before them; or NULL */
     float eps;
     int32_t count, gated; /* gated: of two, the result is silu(first) * second */
-} LinearGroup;
+} FusedMatrices;
 
 /* outs (one for each result): (rows, outputs); the residual is added to the first. scratch has room for the normed rows
    and, behind them, two outputs of all rows before a gate. Returns 0, or 1 if there is no memory. */
-static int fused_linear(const LinearGroup *p, const float *x, const float *residual, int rows, float *const *outs,
+static int fused_linear(const FusedMatrices *p, const float *x, const float *residual, int rows, float *const *outs,
                         float *scratch, int threads) {
     int width = p->matrices[0]->inputs, failed = 0, all_int8 = 1;
     for (int n = 0; n < p->count; n++) all_int8 &= p->matrices[n]->span_count > 0;
@@ -62,8 +62,8 @@ static int fused_linear(const LinearGroup *p, const float *x, const float *resid
 }
 
 /* a, b, c: the results of the matrices, as many as there are; with a gate only a. */
-EXPORT int exlm_fused_linear(const LinearGroup *p, const float *x, const float *residual, int rows, float *a, float *b,
-                             float *c, int threads) {
+EXPORT int exlm_fused_linear(const FusedMatrices *p, const float *x, const float *residual, int rows, float *a,
+                             float *b, float *c, int threads) {
     const Matrix *first = p->matrices[0];
     float *scratch = malloc(rows * sizeof(float) * (first->inputs + (p->gated ? 2l * first->outputs : 0)));
     if (!scratch) return 1;

@@ -10,8 +10,8 @@
    on nothing else. The outputs of a microkernel are far apart, each the start of its own stream: a hardware prefetcher
    that sees neighbouring lines read together does not predict what comes next. */
 
-#ifndef EXLM_GEMM_F16_H
-#define EXLM_GEMM_F16_H
+#ifndef EXLM_GEMM_FLOAT_H
+#define EXLM_GEMM_FLOAT_H
 
 #include <stdlib.h>
 
@@ -21,14 +21,14 @@
 #include "threadpool.h"
 
 /* MR rows and NR outputs fit the registers. 5 to 7 rows are padded to 8: each count would take seconds to compile. */
-enum { F16_MR = VLEN == 16 ? 8 : VLEN == 8 ? 4 : 2, MAX_NR = 4 };
-#define F16_ROWS(rows) ((rows) > 4 ? F16_MR : (rows))
-#define F16_NR(rows) ((rows) == 1 ? MAX_NR : VLEN < 16 ? 1 : (rows) > 4 ? 2 : MAX_NR)
-typedef f32v F16Sums[MAX_NR][F16_MR][LANE_REGS];
+enum { FLOAT_MR = VLEN == 16 ? 8 : VLEN == 8 ? 4 : 2, MAX_NR = 4 };
+#define FLOAT_ROWS(rows) ((rows) > 4 ? FLOAT_MR : (rows))
+#define FLOAT_NR(rows) ((rows) == 1 ? MAX_NR : VLEN < 16 ? 1 : (rows) > 4 ? 2 : MAX_NR)
+typedef f32v FloatSums[MAX_NR][FLOAT_MR][LANE_REGS];
 
-enum { F16_TILE = 8 };                               /* outputs are a multiple of it */
+enum { FLOAT_TILE_N = 8 };                               /* outputs are a multiple of it */
 enum { MAX_BLOCK_M = 96, X_BLOCK_BYTES = 1 << 19 };  /* rows of x that are multiplied while weights are cached */
-enum { F16_PREFETCH = 512, F16_NC_BYTES = 1 << 18 }; /* bytes ahead; bytes of weights that stay in L2 */
+enum { FLOAT_PREFETCH_BYTES = 512, FLOAT_NC_BYTES = 1 << 18 }; /* bytes ahead; bytes of weights that stay in L2 */
 
 #define EACH_KBLOCK(kblock) _Pragma("GCC unroll 8") for (int kblock = 0; kblock < kblocks; kblock++)
 #define EACH_OUTPUT(n) _Pragma("GCC unroll 4") for (int n = 0; n < outputs; n++)
@@ -38,7 +38,7 @@ INLINE f32v load_f16_or_bf16(const uint16_t *p, int dtype) {
 }
 
 /* sum += x (rows, 16) times weights (outputs), both one register of a kblock. */
-INLINE void fma_products(const f32v *weights, const float *x, int reg, int rows, int outputs, F16Sums sum) {
+INLINE void fma_products(const f32v *weights, const float *x, int reg, int rows, int outputs, FloatSums sum) {
     EACH_ROW(r) {
         f32v x_reg = f32_load(x + r * LANES + reg * VLEN);
         if (outputs > 1) KEEP_IN_REG(x_reg);
@@ -46,17 +46,17 @@ INLINE void fma_products(const f32v *weights, const float *x, int reg, int rows,
     }
 }
 
-INLINE void prefetch_f16(const uint8_t *at, long spacing, int bytes, int outputs) {
+INLINE void prefetch_floats(const uint8_t *at, long spacing, int bytes, int outputs) {
     for (int line = 0; line < bytes; line += 64)
-        EACH_OUTPUT(n) __builtin_prefetch(at + n * spacing + line + F16_PREFETCH);
+        EACH_OUTPUT(n) __builtin_prefetch(at + n * spacing + line + FLOAT_PREFETCH_BYTES);
 }
 
 /* Whole outputs, `spacing` bytes apart; x goes on by `step` from one kblock to the next. */
-INLINE void dot_f16(const uint8_t *at, long spacing, int dtype, int kblocks, const float *x, long step, int rows,
-                    int outputs, F16Sums sum) {
+INLINE void dot_16bit(const uint8_t *at, long spacing, int dtype, int kblocks, const float *x, long step, int rows,
+                      int outputs, FloatSums sum) {
 #pragma GCC unroll 4
     for (int kblock = 0; kblock < kblocks; kblock++, at += 2 * LANES, x += step) {
-        if (rows > 1 && kblock % 2 == 0) prefetch_f16(at, spacing, 4 * LANES, outputs);
+        if (rows > 1 && kblock % 2 == 0) prefetch_floats(at, spacing, 4 * LANES, outputs);
         EACH_LANE_REG(reg) {
             f32v weights[MAX_NR];
             EACH_OUTPUT(n) {
@@ -69,8 +69,8 @@ INLINE void dot_f16(const uint8_t *at, long spacing, int dtype, int kblocks, con
 }
 
 INLINE void dot_bf12_block(const uint8_t *at, long spacing, int kblocks, const float *x, long step, int rows,
-                           int outputs, F16Sums sum) {
-    if (rows > 1) prefetch_f16(at, spacing, kblocks * LANES * BF12_BITS / 8, outputs);
+                           int outputs, FloatSums sum) {
+    if (rows > 1) prefetch_floats(at, spacing, kblocks * LANES * BF12_BITS / 8, outputs);
     EACH_LANE_REG(reg) {
         i32v pairs[MAX_NR][BF12_KBLOCKS / 2];
         EACH_OUTPUT(n) bf12_unpack_pairs(at + n * spacing, kblocks, reg, pairs[n]);
@@ -83,7 +83,7 @@ INLINE void dot_bf12_block(const uint8_t *at, long spacing, int kblocks, const f
 }
 
 INLINE void dot_bf12(const uint8_t *at, long spacing, int kblocks, const float *x, long step, int rows, int outputs,
-                     F16Sums sum) {
+                     FloatSums sum) {
     for (; kblocks >= BF12_KBLOCKS; kblocks -= BF12_KBLOCKS, at += BF12_BLOCK_BYTES, x += BF12_KBLOCKS * step)
         dot_bf12_block(at, spacing, BF12_KBLOCKS, x, step, rows, outputs, sum);
     if (kblocks) dot_bf12_block(at, spacing, BF12_KBLOCKS / 2, x, step, rows, outputs, sum);
@@ -102,21 +102,21 @@ INLINE float finish_sum(const Matrix *m, long output, float sum, const float *x,
 }
 
 /* y (real_rows, outputs) for `count` outputs from `first` on; rows from real_rows to rows are padding. */
-INLINE void f16_microkernel(const Matrix *m, int dtype, const float *x, int rows, int real_rows, long first, long count,
-                            float *y) {
-    int outputs = F16_NR(rows), sum_count = outputs * rows, kblocks = m->inputs / LANES;
+INLINE void float_microkernel(const Matrix *m, int dtype, const float *x, int rows, int real_rows, long first,
+                              long count, float *y) {
+    int outputs = FLOAT_NR(rows), sum_count = outputs * rows, kblocks = m->inputs / LANES;
     long step = rows * LANES, bytes = (long)m->inputs * m->segments->bits / 8, stride = count / outputs;
     for (long output = first; output < first + stride; output++) {
         const uint8_t *at = m->segments->codes + output * bytes;
-        float sums[(F16_MR + 1) * MAX_NR * LANES] __attribute__((aligned(64))), out[(F16_MR + 1) * MAX_NR];
-        F16Sums sum;
+        float sums[(FLOAT_MR + 1) * MAX_NR * LANES] __attribute__((aligned(64))), out[(FLOAT_MR + 1) * MAX_NR];
+        FloatSums sum;
         EACH_OUTPUT(n)
             EACH_ROW(r)
                 EACH_LANE_REG(reg) sum[n][r][reg] = f32_set1(0);
         if (dtype == BF12)
             dot_bf12(at, stride * bytes, kblocks, x, step, rows, outputs, sum);
         else
-            dot_f16(at, stride * bytes, dtype, kblocks, x, step, rows, outputs, sum);
+            dot_16bit(at, stride * bytes, dtype, kblocks, x, step, rows, outputs, sum);
         EACH_OUTPUT(n)
             EACH_ROW(r)
                 EACH_LANE_REG(reg) f32_store(sums + (n * rows + r) * LANES + reg * VLEN, sum[n][r][reg]);
@@ -135,51 +135,42 @@ INLINE void f16_microkernel(const Matrix *m, int dtype, const float *x, int rows
 }
 
 /* One function for each number of rows. */
-#define ROWS(rows)                                                                                                  \
-    static void f16_rows_##rows(const Matrix *m, const float *x, int real_rows, long first, long count, float *y) { \
-        int dtype = m->segments->scales.dtype;                                                                        \
-        if (dtype == BF12)                                                                                           \
-            f16_microkernel(m, BF12, x, rows, real_rows, first, count, y);                                          \
-        else if (dtype == F16)                                                                                       \
-            f16_microkernel(m, F16, x, rows, real_rows, first, count, y);                                           \
-        else                                                                                                        \
-            f16_microkernel(m, BF16, x, rows, real_rows, first, count, y);                                          \
+typedef void FloatMicrokernel(const Matrix *, const float *, int, long, long, float *);
+#define ONE(rows)                                                                                              \
+    static void float_microkernel_##rows(const Matrix *m, const float *x, int real_rows, long first,          \
+                                         long count, float *y) {                                               \
+        if (m->segments->scales.dtype == BF12)                                                                 \
+            float_microkernel(m, BF12, x, rows, real_rows, first, count, y);                                   \
+        else if (m->segments->scales.dtype == F16)                                                             \
+            float_microkernel(m, F16, x, rows, real_rows, first, count, y);                                    \
+        else                                                                                                   \
+            float_microkernel(m, BF16, x, rows, real_rows, first, count, y);                                   \
     }
-ROWS(1)
-ROWS(2)
+ONE(1)
+ONE(2)
 #if defined(__AVX2__)
-ROWS(3)
-ROWS(4)
+ONE(3)
+ONE(4)
 #endif
 #if defined(__AVX512F__)
-ROWS(8)
+ONE(8)
 #endif
-#undef ROWS
+#undef ONE
 
-static void f16_rows(const Matrix *m, const float *x, int rows, long first, long count, float *y) {
-    for (int block; rows; rows -= block, x += (long)block * m->inputs, y += (long)block * m->outputs) {
-        block = rows < F16_MR ? rows : F16_MR;
-        switch (F16_ROWS(block)) {
-        case 1:
-            f16_rows_1(m, x, block, first, count, y);
-            break;
-        case 2:
-            f16_rows_2(m, x, block, first, count, y);
-            break;
+static FloatMicrokernel *const float_microkernels[FLOAT_MR + 1] = {
+    [1] = float_microkernel_1, [2] = float_microkernel_2,
 #if defined(__AVX2__)
-        case 3:
-            f16_rows_3(m, x, block, first, count, y);
-            break;
-        case 4:
-            f16_rows_4(m, x, block, first, count, y);
-            break;
+    [3] = float_microkernel_3, [4] = float_microkernel_4,
 #endif
 #if defined(__AVX512F__)
-        case 8:
-            f16_rows_8(m, x, block, first, count, y);
-            break;
+    [8] = float_microkernel_8,
 #endif
-        }
+};
+
+static void float_rows(const Matrix *m, const float *x, int rows, long first, long count, float *y) {
+    for (int block; rows; rows -= block, x += (long)block * m->inputs, y += (long)block * m->outputs) {
+        block = rows < FLOAT_MR ? rows : FLOAT_MR;
+        float_microkernels[FLOAT_ROWS(block)](m, x, block, first, count, y);
     }
 }
 
@@ -191,49 +182,50 @@ typedef struct {
     const float *x;
     float *x_packed, *y;
     int rows, per_chunk; /* per_chunk: tiles of outputs */
-} F16Gemm;
+} FloatGemm;
 
 /* Interleaves the rows of a microkernel kblock by kblock; raises x for BF12. */
 static void pack_x_chunk(void *job, int chunk) {
-    const F16Gemm *p = job;
-    long width = p->matrix->inputs, first = (long)chunk * F16_MR;
-    long rows = p->rows - first < F16_MR ? p->rows - first : F16_MR;
+    const FloatGemm *p = job;
+    long width = p->matrix->inputs, first = (long)chunk * FLOAT_MR;
+    long rows = p->rows - first < FLOAT_MR ? p->rows - first : FLOAT_MR;
     float up = p->matrix->bf12 ? BF12_UP : 1, *to = p->x_packed + first * width;
     for (long i = 0; i < width; i += LANES)
-        for (long r = 0; r < F16_ROWS(rows); r++, to += LANES)
+        for (long r = 0; r < FLOAT_ROWS(rows); r++, to += LANES)
             store16(to, r < rows ? load16(p->x + (first + r) * width + i) * up : (f32x16){0});
 }
 
 /* A chunk's outputs in blocks that stay in L2 until all rows have been multiplied. */
-static void gemm_f16_chunk(void *job, int chunk) {
-    const F16Gemm *p = job;
+static void gemm_float_chunk(void *job, int chunk) {
+    const FloatGemm *p = job;
     const Matrix *m = p->matrix;
-    long first = (long)chunk * p->per_chunk * F16_TILE, stop = first + (long)p->per_chunk * F16_TILE;
-    long block_n = F16_NC_BYTES / ((long)m->inputs * m->segments->bits / 8) / F16_TILE * F16_TILE;
+    long first = (long)chunk * p->per_chunk * FLOAT_TILE_N, stop = first + (long)p->per_chunk * FLOAT_TILE_N;
+    long block_n = FLOAT_NC_BYTES / ((long)m->inputs * m->segments->bits / 8) / FLOAT_TILE_N * FLOAT_TILE_N;
     if (stop > m->outputs) stop = m->outputs;
-    if (block_n < F16_TILE) block_n = F16_TILE;
-    if (p->rows <= F16_MR) block_n = stop - first;
+    if (block_n < FLOAT_TILE_N) block_n = FLOAT_TILE_N;
+    if (p->rows <= FLOAT_MR) block_n = stop - first;
     for (; first < stop; first += block_n)
-        f16_rows(m, p->x_packed, p->rows, first, stop - first < block_n ? stop - first : block_n, p->y);
+        float_rows(m, p->x_packed, p->rows, first, stop - first < block_n ? stop - first : block_n, p->y);
 }
 
 /* y (rows, outputs) = x (rows, inputs) times a float matrix + bias. Returns 0, or 1 if there is no memory. */
-static int gemm_f16(const Matrix *m, const float *x, int rows, float *y, int threads) {
-    int tiles = m->outputs / F16_TILE, block_m = (int)(X_BLOCK_BYTES / sizeof(float)) / m->inputs / F16_MR * F16_MR;
-    block_m = block_m < F16_MR ? F16_MR : block_m > MAX_BLOCK_M ? MAX_BLOCK_M : block_m;
+static int gemm_float(const Matrix *m, const float *x, int rows, float *y, int threads) {
+    int tiles = m->outputs / FLOAT_TILE_N;
+    int block_m = (int)(X_BLOCK_BYTES / sizeof(float)) / m->inputs / FLOAT_MR * FLOAT_MR;
+    block_m = block_m < FLOAT_MR ? FLOAT_MR : block_m > MAX_BLOCK_M ? MAX_BLOCK_M : block_m;
     if (block_m > rows) block_m = rows;
-    F16Gemm p = {.matrix = m, .x_packed = malloc((size_t)(block_m + F16_MR) * m->inputs * sizeof(float))};
+    FloatGemm p = {.matrix = m, .x_packed = malloc((size_t)(block_m + FLOAT_MR) * m->inputs * sizeof(float))};
     if (!p.x_packed) return 1;
     for (int row = 0; row < rows; row += block_m) {
         p.rows = rows - row < block_m ? rows - row : block_m;
         p.x = x + (long)row * m->inputs;
         p.y = y + (long)row * m->outputs;
-        parallel_for(pack_x_chunk, &p, (p.rows + F16_MR - 1) / F16_MR, threads);
+        parallel_for(pack_x_chunk, &p, (p.rows + FLOAT_MR - 1) / FLOAT_MR, threads);
         int per_thread = (tiles + threads * 8 - 1) / (threads * 8);
         int min_tiles = 1 + (1 << 13) / (m->inputs * (p.rows + 3) / 4);
         p.per_chunk = per_thread > min_tiles ? per_thread : min_tiles;
         while ((tiles + p.per_chunk - 1) / p.per_chunk > MAX_CHUNKS) p.per_chunk *= 2;
-        parallel_for(gemm_f16_chunk, &p, (tiles + p.per_chunk - 1) / p.per_chunk, threads);
+        parallel_for(gemm_float_chunk, &p, (tiles + p.per_chunk - 1) / p.per_chunk, threads);
     }
     free(p.x_packed);
     return 0;

@@ -14,8 +14,8 @@
    x31, because the low and the high nibbles of 16 bytes are a vector each. Products are rounded before they are added,
    in the same order as if every head and token were computed by itself. */
 
-#ifndef EXLM_ATTN_DECODE_Q_H
-#define EXLM_ATTN_DECODE_Q_H
+#ifndef EXLM_ATTN_DECODE_QUANT_H
+#define EXLM_ATTN_DECODE_QUANT_H
 
 #include "attn_decode.h"
 
@@ -49,8 +49,8 @@ INLINE void prefetch_tokens(const QuantTokens *t, int64_t n, int count) {
 
 /* scores (heads, count) of up to DOT_KEYS tokens from n on. q (heads, dim) is transformed and in packed order;
    center_q (heads, groups) is centre * sum q. */
-INLINE void qk_heads_q(const QuantTokens *t, int64_t n, int heads, int bits, const float *q, const float *center_q,
-                       float scale, float *scores, int64_t count) {
+INLINE void qk_heads_quant(const QuantTokens *t, int64_t n, int heads, int bits, const float *q, const float *center_q,
+                           float scale, float *scores, int64_t count) {
     int valid = t->n_tokens - n < DOT_KEYS ? (int)(t->n_tokens - n) : DOT_KEYS, groups = t->dim / KV_GROUP;
     f32v sum[DOT_HEADS][DOT_KEYS][LANE_REGS];
     float centers[DOT_HEADS][DOT_KEYS] = {0};
@@ -90,8 +90,8 @@ INLINE void qk_heads_q(const QuantTokens *t, int64_t n, int heads, int bits, con
 
 /* sums (heads, dim), in packed order, += probs (heads, count) times values; center_sums (heads, groups) += the factors
    of the centre. */
-INLINE void pv_heads_q(const QuantTokens *t, int heads, int bits, const float *probs, int64_t count, float *sums,
-                       float *center_sums) {
+INLINE void pv_heads_quant(const QuantTokens *t, int heads, int bits, const float *probs, int64_t count, float *sums,
+                           float *center_sums) {
     int groups = t->dim / KV_GROUP;
     for (int g = 0; g < groups; g++)
         EACH_LANE_REG(reg) {
@@ -124,16 +124,16 @@ INLINE void pv_heads_q(const QuantTokens *t, int heads, int bits, const float *p
 }
 
 /* scores (heads_per_kv, count) of old tokens. */
-static void qk_block_q(const QuantTokens *t, int heads_per_kv, const float *q, const float *center_q, float scale,
-                       float *scores, int64_t count) {
+static void qk_block_quant(const QuantTokens *t, int heads_per_kv, const float *q, const float *center_q, float scale,
+                           float *scores, int64_t count) {
     int groups = t->dim / KV_GROUP;
     for (int64_t n = 0; n < t->n_tokens; n += DOT_KEYS) {
         prefetch_tokens(t, n, DOT_KEYS);
         for (int h = 0; h < heads_per_kv; h += DOT_HEADS) {
             const float *block_q = q + h * t->dim, *centers = center_q + h * groups;
             float *to = scores + h * count;
-#define QK4(heads) qk_heads_q(t, n, heads, 4, block_q, centers, scale, to, count)
-#define QK8(heads) qk_heads_q(t, n, heads, 8, block_q, centers, scale, to, count)
+#define QK4(heads) qk_heads_quant(t, n, heads, 4, block_q, centers, scale, to, count)
+#define QK8(heads) qk_heads_quant(t, n, heads, 8, block_q, centers, scale, to, count)
             if (t->bits == 4) {
                 SWITCH_HEADS(heads_per_kv - h, QK4);
             } else {
@@ -146,8 +146,8 @@ static void qk_block_q(const QuantTokens *t, int heads_per_kv, const float *q, c
 }
 
 /* sums (heads_per_kv, dim) and center_sums (heads_per_kv, groups) += probs (heads_per_kv, count) times old values. */
-static void pv_block_q(const QuantTokens *t, int heads_per_kv, const float *probs, int64_t count, float *sums,
-                       float *center_sums) {
+static void pv_block_quant(const QuantTokens *t, int heads_per_kv, const float *probs, int64_t count, float *sums,
+                           float *center_sums) {
     int groups = t->dim / KV_GROUP;
     QuantTokens part = *t;
     for (int64_t n = 0; n < t->n_tokens; n += part.n_tokens) {
@@ -158,8 +158,8 @@ static void pv_block_q(const QuantTokens *t, int heads_per_kv, const float *prob
         for (int h = 0; h < heads_per_kv; h += DOT_HEADS) {
             const float *p = probs + h * count + n;
             float *to = sums + h * t->dim, *centers = center_sums + h * groups;
-#define PV4(heads) pv_heads_q(&part, heads, 4, p, count, to, centers)
-#define PV8(heads) pv_heads_q(&part, heads, 8, p, count, to, centers)
+#define PV4(heads) pv_heads_quant(&part, heads, 4, p, count, to, centers)
+#define PV8(heads) pv_heads_quant(&part, heads, 8, p, count, to, centers)
             if (t->bits == 4) {
                 SWITCH_HEADS(heads_per_kv - h, PV4);
             } else {
@@ -213,7 +213,7 @@ static void quantize_token(float *x, int count, int interleave, const QuantKV *t
 }
 
 /* The upper bytes of a token's heads as float16. */
-static void truncate_token(const float *x, int count, const QuantKV *to, int64_t slot) {
+static void store_token_fp8(const float *x, int count, const QuantKV *to, int64_t slot) {
     uint8_t *codes = to->codes + slot * count;
     for (int i = 0; i < count; i += LANES) {
         uint16_t halves[LANES];
@@ -222,25 +222,26 @@ static void truncate_token(const float *x, int count, const QuantKV *to, int64_t
     }
 }
 
-static void store_kv_q(float *x, int count, int interleave, const QuantKV *to, int64_t slot) {
-    if (to->bits == TRUNCATED_F16)
-        truncate_token(x, count, to, slot);
+static void store_kv_quant(float *x, int count, int interleave, const QuantKV *to, int64_t slot) {
+    if (to->bits == FP8_E5M2)
+        store_token_fp8(x, count, to, slot);
     else
         quantize_token(x, count, interleave, to, slot);
 }
 
 /* Stores new token i. new_keys (rows * tokens, kv_heads, head_dim) keeps its keys unquantised, after RoPE; work has
    room for one token. */
-static void append_kv_q(const AttnArgs *c, int i, float *new_keys, float *work) {
-    const AttnParams *l = c->params;
-    int width = l->kv_heads * l->head_dim, interleave = (int)c->hadamard_interleave;
-    int64_t slot = kv_slot(c, i / c->tokens, c->past_lens[i / c->tokens] + i % c->tokens);
+static void append_kv_quant(const AttnArgs *args, int i, float *new_keys, float *work) {
+    const AttnParams *params = args->params;
+    int width = params->kv_heads * params->head_dim, interleave = (int)args->hadamard_interleave;
+    int64_t slot = kv_slot(args, i / args->tokens, args->past_lens[i / args->tokens] + i % args->tokens);
     float *key = new_keys + (long)i * width;
-    for (int n = 0; n < width; n += l->head_dim) rope(l, c->k + (long)i * width + n, c->positions[i], key + n);
+    for (int n = 0; n < width; n += params->head_dim)
+        rope(params, args->k + (long)i * width + n, args->positions[i], key + n);
     memcpy(work, key, width * sizeof(float));
-    store_kv_q(work, width, interleave, &c->quant_keys, slot);
-    memcpy(work, c->v + (long)i * width, width * sizeof(float));
-    store_kv_q(work, width, interleave, &c->quant_values, slot);
+    store_kv_quant(work, width, interleave, &args->quant_keys, slot);
+    memcpy(work, args->v + (long)i * width, width * sizeof(float));
+    store_kv_quant(work, width, interleave, &args->quant_values, slot);
 }
 
 static int packed_place(int bits, int i) { return bits == 4 ? i % 2 * LANES + i / 2 : i; }
@@ -262,10 +263,10 @@ typedef struct {
     int64_t scratch_size;
 } QuantDecodeJob;
 
-static void append_q_chunk(void *args, int i) {
-    const QuantDecodeJob *job = args;
-    const AttnParams *l = job->args->params;
-    append_kv_q(job->args, i, job->new_keys, job->work + (long)i * l->kv_heads * l->head_dim);
+static void append_quant_chunk(void *arg, int i) {
+    const QuantDecodeJob *job = arg;
+    const AttnParams *params = job->args->params;
+    append_kv_quant(job->args, i, job->new_keys, job->work + (long)i * params->kv_heads * params->head_dim);
 }
 
 /* The tokens of a kv head that the query heads of a token see: `count` from `first` on, of which `old` are codes. */
@@ -275,20 +276,20 @@ typedef struct {
 } KvView;
 
 /* One query head's sum over old values, still transformed and in packed order, becomes its output. */
-static void finish_head_q(const QuantDecodeJob *job, const KvView *view, const float *probs, float denominator,
-                          float *sum, const float *center_sums, float *out) {
-    const AttnArgs *c = job->args;
-    const AttnParams *l = c->params;
-    int dim = l->head_dim, width = l->kv_heads * dim, bits = (int)c->quant_values.bits;
+static void finish_head_quant(const QuantDecodeJob *job, const KvView *view, const float *probs, float denominator,
+                              float *sum, const float *center_sums, float *out) {
+    const AttnArgs *args = job->args;
+    const AttnParams *params = args->params;
+    int dim = params->head_dim, width = params->kv_heads * dim, bits = (int)args->quant_values.bits;
     float plain[MAX_HEAD_DIM], center = (float)(1 << (bits - 1));
     for (int g = 0; g < dim / KV_GROUP; g++)
         for (int n = 0; n < KV_GROUP; n++) sum[g * KV_GROUP + n] -= center_sums[g] * center;
     from_packed_order(sum, dim, bits, plain);
-    hadamard(plain, dim, (int)c->hadamard_interleave, 0);
+    hadamard(plain, dim, (int)args->hadamard_interleave, 0);
     for (int d = 0; d < dim; d++) plain[d] /= (float)KV_GROUP;
     for (int64_t j = view->old; j < view->count; j++) {
-        long token = (long)view->row * c->tokens + (view->first + j - c->past_lens[view->row]);
-        const float *value = c->v + token * width + view->head * dim;
+        long token = (long)view->row * args->tokens + (view->first + j - args->past_lens[view->row]);
+        const float *value = args->v + token * width + view->head * dim;
         for (int d = 0; d < dim; d++) plain[d] += value[d] * probs[j];
     }
     for (int d = 0; d < dim; d++) out[d] = plain[d] / denominator;
@@ -296,10 +297,10 @@ static void finish_head_q(const QuantDecodeJob *job, const KvView *view, const f
 
 /* From scores (heads_per_kv, count), with room for as many denominators behind them, to outputs. sums (heads_per_kv,
    dim) and center_sums (heads_per_kv, groups) are scratch. */
-static void finish_heads_q(const QuantDecodeJob *job, const KvView *view, float *scores, float *sums,
-                           float *center_sums, float *out) {
-    const AttnArgs *c = job->args;
-    int dim = c->params->head_dim, width = c->params->kv_heads * dim, groups = dim / KV_GROUP;
+static void finish_heads_quant(const QuantDecodeJob *job, const KvView *view, float *scores, float *sums,
+                               float *center_sums, float *out) {
+    const AttnArgs *args = job->args;
+    int dim = args->params->head_dim, width = args->params->kv_heads * dim, groups = dim / KV_GROUP;
     int heads = view->heads_per_kv;
     int64_t count = view->count, in_page;
     float *denominators = scores + heads * count;
@@ -307,32 +308,33 @@ static void finish_heads_q(const QuantDecodeJob *job, const KvView *view, float 
     memset(sums, 0, heads * dim * sizeof(float));
     memset(center_sums, 0, heads * groups * sizeof(float));
     for (int64_t j = 0; j < view->old; j += in_page) {
-        int64_t slot = page_run(c, view->row, view->first + j, view->old - j, &in_page);
-        QuantTokens values = quant_tokens(&c->quant_values, slot, in_page, dim, width, view->head);
-        pv_block_q(&values, heads, scores + j, count, sums, center_sums);
+        int64_t slot = page_run(args, view->row, view->first + j, view->old - j, &in_page);
+        QuantTokens values = quant_tokens(&args->quant_values, slot, in_page, dim, width, view->head);
+        pv_block_quant(&values, heads, scores + j, count, sums, center_sums);
     }
     for (int h = 0; h < heads; h++)
-        finish_head_q(job, view, scores + h * count, denominators[h], sums + h * dim, center_sums + h * groups,
-                      out + h * dim);
+        finish_head_quant(job, view, scores + h * count, denominators[h], sums + h * dim, center_sums + h * groups,
+                          out + h * dim);
 }
 
 /* One token and the query heads of one kv head. */
-static void decode_q_chunk(void *args, int chunk) {
-    const QuantDecodeJob *job = args;
-    const AttnArgs *c = job->args;
-    const AttnParams *l = c->params;
-    int heads = l->heads / l->kv_heads, dim = l->head_dim, groups = dim / KV_GROUP, width = l->kv_heads * dim;
-    int head = chunk % l->kv_heads, i = chunk / l->kv_heads, row = i / c->tokens;
-    int bits = (int)c->quant_keys.bits, interleave = (int)c->hadamard_interleave;
-    long first_head = (long)i * l->heads + head * heads;
-    int64_t past = c->past_lens[row], pos = past + i % c->tokens, first = window_start(l, pos);
+static void decode_quant_chunk(void *arg, int chunk) {
+    const QuantDecodeJob *job = arg;
+    const AttnArgs *args = job->args;
+    const AttnParams *params = args->params;
+    int heads = params->heads / params->kv_heads;
+    int dim = params->head_dim, groups = dim / KV_GROUP, width = params->kv_heads * dim;
+    int head = chunk % params->kv_heads, i = chunk / params->kv_heads, row = i / args->tokens;
+    int bits = (int)args->quant_keys.bits, interleave = (int)args->hadamard_interleave;
+    long first_head = (long)i * params->heads + head * heads;
+    int64_t past = args->past_lens[row], pos = past + i % args->tokens, first = window_start(params, pos);
     int64_t count = pos - first + 1, old = past > first ? past - first : 0, in_page;
     KvView view = {row, head, heads, first, old, count};
     float *q = job->scratch + chunk * job->scratch_size, *transformed = q + heads * dim;
     float *center_q = transformed + heads * dim, *scores = center_q + heads * groups, center = (float)(1 << (bits - 1));
     for (int h = 0; h < heads; h++) {
         float *head_q = q + h * dim, work[MAX_HEAD_DIM];
-        rope(l, c->q + (first_head + h) * dim, c->positions[i], head_q);
+        rope(params, args->q + (first_head + h) * dim, args->positions[i], head_q);
         memcpy(work, head_q, dim * sizeof(float));
         hadamard(work, dim, interleave, 0);
         to_packed_order(work, dim, bits, transformed + h * dim);
@@ -343,34 +345,34 @@ static void decode_q_chunk(void *args, int chunk) {
         }
     }
     for (int64_t j = 0; j < old; j += in_page) {
-        int64_t slot = page_run(c, row, first + j, old - j, &in_page);
-        QuantTokens keys = quant_tokens(&c->quant_keys, slot, in_page, dim, width, head);
-        qk_block_q(&keys, heads, transformed, center_q, l->scale / (float)KV_GROUP, scores + j, count);
+        int64_t slot = page_run(args, row, first + j, old - j, &in_page);
+        QuantTokens keys = quant_tokens(&args->quant_keys, slot, in_page, dim, width, head);
+        qk_block_quant(&keys, heads, transformed, center_q, params->scale / (float)KV_GROUP, scores + j, count);
     }
     for (int64_t j = old; j < count; j++) {
-        const float *key = job->new_keys + ((long)row * c->tokens + (first + j - past)) * width + head * dim;
+        const float *key = job->new_keys + ((long)row * args->tokens + (first + j - past)) * width + head * dim;
         for (int h = 0; h < heads; h++) {
             f32x16 sum = {0};
             for (int d = 0; d < dim; d += LANES) sum += load16(q + h * dim + d) * load16(key + d);
-            scores[h * count + j] = sum16(sum) * l->scale;
+            scores[h * count + j] = sum16(sum) * params->scale;
         }
     }
-    finish_heads_q(job, &view, scores, transformed, center_q, c->out + first_head * dim);
+    finish_heads_quant(job, &view, scores, transformed, center_q, args->out + first_head * dim);
 }
 
 /* Returns 0, or 1 if there is no memory. */
-static int attn_decode_q(const AttnArgs *c, int64_t longest, int threads) {
-    const AttnParams *l = c->params;
-    int chunks = c->rows * c->tokens * l->kv_heads, heads = l->heads / l->kv_heads;
-    long new_numbers = (long)c->rows * c->tokens * l->kv_heads * l->head_dim;
-    QuantDecodeJob job = {.args = c};
-    job.scratch_size = (int64_t)heads * (2 * l->head_dim + l->head_dim / KV_GROUP + longest + 1) + LANES;
+static int attn_decode_quant(const AttnArgs *args, int64_t longest, int threads) {
+    const AttnParams *params = args->params;
+    int chunks = args->rows * args->tokens * params->kv_heads, heads = params->heads / params->kv_heads;
+    long new_numbers = (long)args->rows * args->tokens * params->kv_heads * params->head_dim;
+    QuantDecodeJob job = {.args = args};
+    job.scratch_size = (int64_t)heads * (2 * params->head_dim + params->head_dim / KV_GROUP + longest + 1) + LANES;
     job.new_keys = malloc((2 * new_numbers + chunks * job.scratch_size) * sizeof(float));
     if (!job.new_keys) return 1;
     job.work = job.new_keys + new_numbers;
     job.scratch = job.work + new_numbers;
-    parallel_for(append_q_chunk, &job, c->rows * c->tokens, threads);
-    parallel_for(decode_q_chunk, &job, chunks, longest * chunks < 512 ? 1 : threads);
+    parallel_for(append_quant_chunk, &job, args->rows * args->tokens, threads);
+    parallel_for(decode_quant_chunk, &job, chunks, longest * chunks < 512 ? 1 : threads);
     free(job.new_keys);
     return 0;
 }

@@ -4,8 +4,8 @@
    (KV_GROUP), or the upper bytes of float16. Every head of every token is computed by itself and over its keys in
    order, so its bits depend neither on the batch nor on threads. */
 
-#ifndef EXLM_ATTN_H
-#define EXLM_ATTN_H
+#ifndef EXLM_ATTN_COMMON_H
+#define EXLM_ATTN_COMMON_H
 
 #include <math.h>
 #include <stdlib.h>
@@ -13,7 +13,7 @@
 #include "simd.h"
 #include "threadpool.h"
 
-enum { MAX_HEAD_DIM = 512, MAX_DECODE_TOKENS = 8, KV_GROUP = 32, TRUNCATED_F16 = 1 };
+enum { MAX_HEAD_DIM = 512, MAX_DECODE_TOKENS = 8, KV_GROUP = 32, FP8_E5M2 = 1 };
 
 /* A layer. */
 typedef struct {
@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     uint8_t *codes;
     uint16_t *scales; /* (pages, page_size, kv_heads, head_dim / KV_GROUP) */
-    int64_t bits;     /* 8, 4, or TRUNCATED_F16: the upper bytes of float16, which decode does not read */
+    int64_t bits;     /* 8, 4, or FP8_E5M2: the upper bytes of float16, which decode does not read */
 } QuantKV;
 
 /* A call: `tokens` new tokens of each of `rows` sequences. */
@@ -44,10 +44,10 @@ typedef struct {
     int32_t kv_f16; /* float pages are float16 */
 } AttnArgs;
 
-INLINE void rope(const AttnParams *l, const float *x, int64_t position, float *out) {
-    int half = l->rope_dim / 2, vector_end = l->interleaved ? 0 : half / LANES * LANES;
-    int step = l->interleaved ? 2 : 1, b_at = l->interleaved ? 1 : half;
-    const float *cos = l->cos + position * half, *sin = l->sin + position * half;
+INLINE void rope(const AttnParams *params, const float *x, int64_t position, float *out) {
+    int half = params->rope_dim / 2, vector_end = params->interleaved ? 0 : half / LANES * LANES;
+    int step = params->interleaved ? 2 : 1, b_at = params->interleaved ? 1 : half;
+    const float *cos = params->cos + position * half, *sin = params->sin + position * half;
     for (int i = 0; i < vector_end; i += LANES) {
         f32x16 a = load16(x + i), b = load16(x + half + i), c = load16(cos + i), s = load16(sin + i);
         store16(out + i, a * c - b * s);
@@ -58,7 +58,7 @@ INLINE void rope(const AttnParams *l, const float *x, int64_t position, float *o
         out[i * step] = a * cos[i] - b * sin[i];
         out[i * step + b_at] = b * cos[i] + a * sin[i];
     }
-    memcpy(out + l->rope_dim, x + l->rope_dim, (l->head_dim - l->rope_dim) * sizeof(float));
+    memcpy(out + params->rope_dim, x + params->rope_dim, (params->head_dim - params->rope_dim) * sizeof(float));
 }
 
 typedef struct {
@@ -87,20 +87,21 @@ EXPORT void exlm_rope(const AttnParams *params, const float *x, const int64_t *p
 }
 
 /* The slot of a row's token in all pages laid end to end. */
-static int64_t kv_slot(const AttnArgs *c, int row, int64_t pos) {
-    return c->pages[(int64_t)row * c->page_stride + pos / c->page_size] * c->page_size + pos % c->page_size;
+static int64_t kv_slot(const AttnArgs *args, int row, int64_t pos) {
+    int64_t page = args->pages[(int64_t)row * args->page_stride + pos / args->page_size];
+    return page * args->page_size + pos % args->page_size;
 }
 
 /* The slot of a row's token; `count`: how many tokens follow from there on in the same page, at most max_count. */
-static int64_t page_run(const AttnArgs *c, int row, int64_t pos, int64_t max_count, int64_t *count) {
-    int64_t rest = c->page_size - pos % c->page_size;
+static int64_t page_run(const AttnArgs *args, int row, int64_t pos, int64_t max_count, int64_t *count) {
+    int64_t rest = args->page_size - pos % args->page_size;
     *count = rest < max_count ? rest : max_count;
-    return kv_slot(c, row, pos);
+    return kv_slot(args, row, pos);
 }
 
 /* The first key that the query at a position sees. */
-INLINE int64_t window_start(const AttnParams *l, int64_t pos) {
-    return l->window && pos >= l->window ? pos - l->window + 1 : 0;
+INLINE int64_t window_start(const AttnParams *params, int64_t pos) {
+    return params->window && pos >= params->window ? pos - params->window + 1 : 0;
 }
 
 INLINE long kv_bytes(int64_t numbers, int kv_f16) { return (long)numbers << (kv_f16 ? 1 : 2); }
@@ -110,29 +111,30 @@ INLINE f32v load_kv(const char *p, int64_t at, int kv_f16) {
 }
 
 /* Where a token's key or value begins in float pages, from a kv head on. */
-INLINE const char *kv_pointer(const AttnArgs *c, const void *pages, int row, int64_t pos, int head, int kv_f16) {
-    const AttnParams *l = c->params;
-    return (const char *)pages + kv_bytes((kv_slot(c, row, pos) * l->kv_heads + head) * l->head_dim, kv_f16);
+INLINE const char *kv_pointer(const AttnArgs *args, const void *pages, int row, int64_t pos, int head, int kv_f16) {
+    const AttnParams *params = args->params;
+    int64_t first_head = kv_slot(args, row, pos) * params->kv_heads;
+    return (const char *)pages + kv_bytes((first_head + head) * params->head_dim, kv_f16);
 }
 
-static void store_kv(const AttnArgs *c, void *pages, int64_t at, const float *x, int count) {
-    if (!c->kv_f16)
+static void store_kv(const AttnArgs *args, void *pages, int64_t at, const float *x, int count) {
+    if (!args->kv_f16)
         memcpy((float *)pages + at, x, count * sizeof(float));
     else
         for (int n = 0; n < count; n += LANES) store16_f16((uint16_t *)pages + at + n, load16(x + n));
 }
 
 /* Stores new token i (of rows * tokens) in float pages. */
-static void append_kv(const AttnArgs *c, int i) {
-    const AttnParams *l = c->params;
-    int dim = l->head_dim, width = l->kv_heads * dim;
-    int64_t at = kv_slot(c, i / c->tokens, c->past_lens[i / c->tokens] + i % c->tokens) * width;
+static void append_kv(const AttnArgs *args, int i) {
+    const AttnParams *params = args->params;
+    int dim = params->head_dim, width = params->kv_heads * dim;
+    int64_t at = kv_slot(args, i / args->tokens, args->past_lens[i / args->tokens] + i % args->tokens) * width;
     float key[MAX_HEAD_DIM];
     for (int n = 0; n < width; n += dim) {
-        rope(l, c->k + (long)i * width + n, c->positions[i], key);
-        store_kv(c, c->keys, at + n, key, dim);
+        rope(params, args->k + (long)i * width + n, args->positions[i], key);
+        store_kv(args, args->keys, at + n, key, dim);
     }
-    store_kv(c, c->values, at, c->v + (long)i * width, width);
+    store_kv(args, args->values, at, args->v + (long)i * width, width);
 }
 
 /* scores = exp(scores - max); returns their sum. */
