@@ -9,8 +9,7 @@
 #ifndef EXLM_ATTN_PREFILL_H
 #define EXLM_ATTN_PREFILL_H
 
-#include "attn_decode.h"
-#include "attn_decode_quant.h"
+#include "kv_quant.h"
 
 /* Queries, and registers of keys or of a value's numbers, whose sums fit. */
 #if defined(__AVX512F__) || (defined(__aarch64__) && !defined(EXLM_PORTABLE))
@@ -45,32 +44,6 @@ static void append_chunk(void *job, int chunk) {
         else
             append_kv(args, i);
     }
-}
-
-/* One head of an old token; `at` is the index of its first number in all pages. */
-static void dequantize_head(const QuantKV *from, int64_t at, int dim, int interleave, float *out) {
-    int bits = (int)from->bits;
-    if (bits == FP8_E5M2) {
-        for (int d = 0; d < dim; d++) out[d] = f16_to_f32((uint16_t)(from->codes[at + d] << 8));
-        return;
-    }
-    float packed[MAX_HEAD_DIM];
-    f32v center = f32_set1((float)(1 << (bits - 1)));
-    for (int g = 0; g < dim / KV_GROUP; g++) {
-        const uint8_t *codes = from->codes + (at + g * KV_GROUP) * bits / 8;
-        f32v scale = f32_set1(f16_to_f32(from->scales[at / KV_GROUP + g]) / (float)KV_GROUP);
-        EACH_LANE_REG(reg) {
-            float *to = packed + g * KV_GROUP + reg * VLEN;
-            f32v low, high;
-            unpack_group_reg(codes, bits, reg, &low, &high);
-            low = f32_mul(f32_sub(low, center), scale);
-            high = f32_mul(f32_sub(high, center), scale);
-            f32_store(to, low);
-            f32_store(to + LANES, high);
-        }
-    }
-    from_packed_order(packed, dim, bits, out);
-    hadamard(out, dim, interleave, 0);
 }
 
 /* Key and value of any token, of quantised pages. */
@@ -284,15 +257,5 @@ static int attn_prefill(const AttnArgs *args, int64_t longest, int threads) {
 
 #undef EACH_QUERY
 #undef EACH_COLUMN
-
-/* Stores the new tokens and computes their attention, over pages of any kind. `longest`: past and new tokens of the
-   longest row. Returns 0, or 1 if there is no memory. */
-EXPORT int exlm_attention(const AttnArgs *args, int64_t longest, int threads) {
-    const AttnParams *params = args->params;
-    int prefill = args->tokens > MAX_DECODE_TOKENS, quantised = args->quant_keys.bits > 0;
-    if (quantised && params->kv_heads * params->head_dim > MAX_KV_WIDTH) prefill = 0;
-    if (prefill) return attn_prefill(args, longest, threads);
-    return quantised ? attn_decode_quant(args, longest, threads) : attn_decode(args, longest, threads);
-}
 
 #endif

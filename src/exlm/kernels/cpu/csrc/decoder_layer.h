@@ -4,7 +4,7 @@
 #ifndef EXLM_DECODER_LAYER_H
 #define EXLM_DECODER_LAYER_H
 
-#include "attn_prefill.h"
+#include "attention.h"
 #include "linear.h"
 
 typedef struct {
