@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exlm import spec
@@ -87,18 +87,22 @@ def test_coded_attention(
 @given(
     past=st.lists(st.integers(0, 70), min_size=1, max_size=3),
     tokens=st.integers(9, 80),
-    head=st.sampled_from([16, 80]),
+    heads=st.sampled_from([(2, 16), (2, 80)]),
 )
-def test_prompts_over_truncated_codes(backend: CpuBackend, past: list[int], tokens: int, head: int) -> None:
+@example(past=[3], tokens=9, heads=(129, 128))
+def test_prompts_over_truncated_codes(
+    backend: CpuBackend, past: list[int], tokens: int, heads: tuple[int, int]
+) -> None:
+    kv, head = heads
     rope = spec.Rope(dim=16, theta=100.0)
-    attn = spec.Attention(6, 2, head, scale=0.3, rope=rope)
+    attn = spec.Attention(3 * kv, kv, head, scale=0.3, rope=rope)
     rows, width = len(past), -(-(max(past) + tokens) // PAGE)
     metadata = standing(past, tokens, torch.randperm(rows * width).view(rows, width))
-    q, (k, v) = torch.randn(rows, tokens, 6, head), torch.randn(2, rows, tokens, 2, head)
-    old = torch.randn(2, rows * width, PAGE, 2, head)
+    q, (k, v) = torch.randn(rows, tokens, 3 * kv, head), torch.randn(2, rows, tokens, kv, head)
+    old = torch.randn(2, rows * width, PAGE, kv, head)
     answers, layers = [], []
     for chosen in (backend, REFERENCE):
-        layer = QuantizedLayer(rows * width, PAGE, LayerShape(2, head), TruncatedFP8(), TruncatedFP8(), CPU)
+        layer = QuantizedLayer(rows * width, PAGE, LayerShape(kv, head), TruncatedFP8(), TruncatedFP8(), CPU)
         for (stored,), numbers in zip((layer.keys, layer.values), old, strict=True):
             stored.copy_(TruncatedFP8().quantize(numbers)[0])
         answers.append(chosen.attention(attn, chosen.rope(rope, 160))(q, k, v, layer, metadata))

@@ -10,11 +10,9 @@
 /* Stores the new tokens and computes their attention, over pages of any kind. `longest`: past and new tokens of the
    longest row. Returns 0, or 1 if there is no memory. */
 EXPORT int exlm_attention(const AttnArgs *args, int64_t longest, int threads) {
-    const AttnParams *params = args->params;
-    int prefill = args->tokens > MAX_DECODE_TOKENS, quantised = args->quant_keys.bits > 0;
-    if (quantised && params->kv_heads * params->head_dim > MAX_KV_WIDTH) prefill = 0;
-    if (prefill) return attn_prefill(args, longest, threads);
-    return quantised ? attn_decode_quant(args, longest, threads) : attn_decode(args, longest, threads);
+    if (args->tokens > MAX_DECODE_TOKENS) return attn_prefill(args, longest, threads);
+    if (args->quant_keys.bits) return attn_decode_quant(args, longest, threads);
+    return attn_decode(args, longest, threads);
 }
 
 #endif

@@ -21,7 +21,6 @@ enum { ATTN_BLOCK_M = 2, ATTN_REGS = 4 };
 #endif
 enum { ATTN_BLOCK_N = 64 };                       /* keys of a block */
 enum { BLOCKS_PER_CHUNK = 8, APPEND_CHUNK = 16 }; /* blocks of queries; new tokens */
-enum { MAX_KV_WIDTH = 16384 };                    /* kv_heads * head_dim that append_chunk has room for */
 
 #define EACH_QUERY(r) _Pragma("GCC unroll 6") for (int r = 0; r < ATTN_BLOCK_M; r++)
 #define EACH_COLUMN(c) _Pragma("GCC unroll 4") for (int c = 0; c < columns; c++)
@@ -32,12 +31,13 @@ typedef struct {
     int row, head;            /* kv head */
     int64_t count, queries;   /* keys that any query sees; queries of the kv head: tokens * heads_per_kv */
     float *q, *keys, *values; /* (queries, dim); blocks of (dim, ATTN_BLOCK_N); (blocks * ATTN_BLOCK_N, dim) */
+    float *work;              /* of quantised pages: a token's heads for each chunk of new tokens */
 } PrefillJob;
 
 static void append_chunk(void *job, int chunk) {
     const PrefillJob *p = job;
     const AttnArgs *args = p->args;
-    float work[MAX_KV_WIDTH];
+    float *work = p->work + (long)chunk * args->params->kv_heads * args->params->head_dim;
     for (int i = chunk * APPEND_CHUNK; i < (chunk + 1) * APPEND_CHUNK && i < args->rows * args->tokens; i++) {
         if (args->quant_keys.bits)
             append_kv_quant(args, i, p->new_keys, work);
@@ -237,14 +237,15 @@ static int attn_prefill(const AttnArgs *args, int64_t longest, int threads) {
     int chunk_queries = ATTN_BLOCK_M * BLOCKS_PER_CHUNK;
     PrefillJob p = {.args = args, .queries = (int64_t)args->tokens * (params->heads / params->kv_heads)};
     int64_t room = (longest + ATTN_BLOCK_N - 1) / ATTN_BLOCK_N * ATTN_BLOCK_N * params->head_dim;
-    int64_t new_numbers = (int64_t)args->rows * args->tokens * params->kv_heads * params->head_dim;
-    if (!args->quant_keys.bits) new_numbers = 0;
-    p.keys = malloc((2 * room + p.queries * params->head_dim + new_numbers) * sizeof(float));
+    int new_tokens = args->rows * args->tokens, append_chunks = (new_tokens + APPEND_CHUNK - 1) / APPEND_CHUNK;
+    int64_t width = args->quant_keys.bits ? (int64_t)params->kv_heads * params->head_dim : 0;
+    p.keys = malloc((2 * room + p.queries * params->head_dim + (new_tokens + append_chunks) * width) * sizeof(float));
     if (!p.keys) return 1;
     p.values = p.keys + room;
     p.q = p.values + room;
     p.new_keys = p.q + p.queries * params->head_dim;
-    parallel_for(append_chunk, &p, (args->rows * args->tokens + APPEND_CHUNK - 1) / APPEND_CHUNK, threads);
+    p.work = p.new_keys + new_tokens * width;
+    parallel_for(append_chunk, &p, append_chunks, threads);
     for (p.row = 0; p.row < args->rows; p.row++)
         for (p.head = 0; p.head < params->kv_heads; p.head++) {
             p.count = args->past_lens[p.row] + args->tokens;
