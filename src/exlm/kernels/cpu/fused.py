@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import Unsupported
 from .. import interface as b
 from .attention import PagedAttention
-from .bindings import AttnArgs, LayerWeights, Library, FusedMatrices
+from .bindings import AttnArgs, FusedMatrices, LayerWeights, Library
 from .ops import PackedLinear
 
 MAX_FUSED = 3

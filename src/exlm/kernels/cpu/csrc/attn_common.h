@@ -39,7 +39,7 @@ typedef struct {
     QuantKV quant_keys, quant_values;             /* bits 0: not quantised */
     const int64_t *pages, *past_lens, *positions; /* (rows, page_stride), (rows), (rows, tokens) */
     float *out;                                   /* (rows, tokens, heads, head_dim) */
-    int64_t hadamard_interleave;                  /* transforms interleaved in a run of 32 times as many numbers */
+    int64_t hadamard_interleave;                  /* 1; or 2: even and odd numbers of each 64 are transformed apart */
     int32_t rows, tokens, page_size, page_stride;
     int32_t kv_f16; /* float pages are float16 */
 } AttnArgs;

@@ -1,18 +1,20 @@
 /* The CPU kernels of exlm: quantised products, attention and what lies between them. Plain C, called through ctypes;
    compiled as one unit, once for each instruction set, from the same source.
 
-   How a product y = x W runs (linear.h -> gemm_int8.h):
+   How a product y = x W runs, from exlm_linear (linear.h) to gemm_int8 (gemm_int8.h):
 
      x (rows, inputs) float32                      codes (words, outputs) as the file has them
-           |  quantize_act.h                             |  repack_panels.h, once, when the model is loaded
+           |  quantize_span (quantize_act.h)             |  exlm_repack_panels, once, when the model is loaded
            v                                             v
      16-bit integers as two bytes, and             panels of 48 outputs, k outermost: w_panels.h has the picture
      a power of two for each span of k                   |  unpack_kblock: a byte for each code
            |                                             |  lookup_quads: IQ4 codes become codebook bytes
            +---------------------+-----------------------+
+                                 |  fused_panel, panel_product: gemv_panel for one row, gemm_panel for several
                                  v
-     microkernel_vnni.h, _dotprod.h, _madd16.h: int32 sums of a span, for some rows and the panel's outputs
-                                 |  dequant.h: zero points, scales, minima
+     int32 sums of a span, for some rows and the panel's outputs: microkernel_vnni.h on AVX-512,
+     gemm_narrow.h with microkernel_dotprod.h or microkernel_madd16.h elsewhere
+                                 |  add_dequantized (dequant.h): zero points, scales, minima
                                  v
      y (rows, outputs) float32, with bias, residual or silu(gate) * up added before it leaves the cache
 
@@ -23,10 +25,11 @@
      span      up to 16 kblocks of one group, summed in int32            one, or two of odd widths
      segment   a range of k of one bit width (EXL2 has several)  tile    16 outputs; a panel is three tiles or two
      qact      quantised activations                             lane    one of the 16 numbers of a vector (f32x16)
+     A row of a panel is one quad of each of its outputs; a stored row is the codes of one input in the file's order.
 
    Headers, from the bottom: simd.h, threadpool.h; matrix.h, w_panels.h, repack_panels.h; norm_act.h, quantize_act.h,
    dequant.h, kc_block.h, microkernel_*.h, gemm_narrow.h, gemm_int8.h; bf12.h, gemm_float.h (float weights); linear.h;
-   attn_common.h, attn_decode.h, attn_decode_quant.h, attn_prefill.h; decoder_layer.h.
+   attn_common.h, kv_quant.h, attn_decode.h, attn_decode_quant.h, attn_prefill.h, attention.h; decoder_layer.h.
 
    AMX is never used: virtual machines announce it without letting programs use it. */
 

@@ -111,7 +111,7 @@ static int same_quantization(const Matrix *a, const Matrix *b) {
 static void quantize_block(FusedGemm *group, int count, int first, int rows, int threads) {
     for (int n = 0; n < count; n++) {
         GemmArgs *p = group->parts + n;
-        p->first = first;
+        p->first_row = first;
         p->rows = rows;
         if (n && same_quantization(p->matrix, group->parts->matrix)) {
             p->qact = group->parts->qact;

@@ -76,14 +76,14 @@ static Microkernel *const microkernels[MR] = {microkernel_1, microkernel_2, micr
 
 /* The operands of some kblocks: (registers / NR_REGS, kblocks, KBLOCK_REGS, NR_REGS); `lookup`: the segment with
    the codebook, or NULL. */
-INLINE void unpack_panel(const uint8_t *panel, int bits, const Segment *lookup, int tiles, int first, int kblocks,
+INLINE void unpack_panel(const uint8_t *codes, int bits, const Segment *lookup, int tiles, int first, int kblocks,
                          i32v *to) {
     i32v codebook = lookup ? load_codebook(lookup) : i32_set1(0);
     for (int kblock = 0; kblock < kblocks; kblock++) {
-        prefetch_codes(panel, bits, first + kblock, KC_BYTES);
+        prefetch_codes(codes, bits, first + kblock, KC_BYTES);
         for (int v = 0; v < tiles * LANE_REGS; v++) {
             i32v quads[QUADS], *dst = to + (long)(v / NR_REGS * kblocks + kblock) * KBLOCK_REGS * NR_REGS + v % NR_REGS;
-            unpack_kblock(panel + v * REG_BYTES, bits, tiles, first + kblock, quads);
+            unpack_kblock(codes + v * REG_BYTES, bits, tiles, first + kblock, quads);
             if (lookup) lookup_quads(codebook, quads);
             store_operands(quads, bits == 8 || lookup, dst);
         }

@@ -1,7 +1,8 @@
 /* ARM dotprod: sdot multiplies signed code bytes with signed activation bytes, four products into each int32.
 
-   Two-byte activations take two of them. A register is a quarter of a tile's row; one of activations holds a kblock, a
-   lane for each quad. 8-bit codes and codebook bytes become signed by flipping their top bit (SIGN_OFFSET). */
+   Two-byte activations (quantize_act.h) take two of them. A register is a quarter of a tile's row; one of activations
+   holds a kblock, a lane for each quad. 8-bit codes and codebook bytes become signed by flipping their top bit
+   (SIGN_OFFSET). */
 
 #ifndef EXLM_MICROKERNEL_DOTPROD_H
 #define EXLM_MICROKERNEL_DOTPROD_H

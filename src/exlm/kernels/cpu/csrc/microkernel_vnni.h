@@ -1,6 +1,6 @@
 /* AVX-512 VNNI: vpdpbusd multiplies unsigned code bytes with signed activation bytes, four products into each int32.
 
-   Two-byte activations take two of them, one for the high and one for the low bytes. A register is a tile's row: 8 rows
+   Two-byte activations (quantize_act.h) take two of them, for high and low bytes. A register is a tile's row: 8 rows
    of x and 3 tiles make 24 sums. The core multiplies two vectors a cycle and loads fewer, so each load is used often:
    an activation quad for three tiles, a quad of codes for eight rows. */
 
@@ -160,14 +160,14 @@ static Microkernel *const two_tile_microkernels[] = NAMES(two_tile);
 #undef NAMES
 
 /* The bytes of some kblocks, (kblocks, quads, tiles, 64); `lookup`: the segment with the codebook, or NULL. */
-INLINE void unpack_panel(const uint8_t *panel, int bits, const Segment *lookup, int tiles, int first, int kblocks,
+INLINE void unpack_panel(const uint8_t *codes, int bits, const Segment *lookup, int tiles, int first, int kblocks,
                          i32v *to) {
     int regs = tiles;
     i32v codebook = lookup ? load_codebook(lookup) : i32_set1(0);
     for (int kblock = first; kblock < first + kblocks; kblock++, to += QUADS * tiles)
         EACH_REG(v) {
             i32v quads[QUADS];
-            unpack_kblock(panel + v * REG_BYTES, bits, tiles, kblock, quads);
+            unpack_kblock(codes + v * REG_BYTES, bits, tiles, kblock, quads);
             if (lookup) lookup_quads(codebook, quads);
             EACH_QUAD(q) to[q * tiles + v] = quads[q];
         }

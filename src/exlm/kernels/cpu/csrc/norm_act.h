@@ -83,7 +83,7 @@ static void silu_mul_chunk(void *job, int chunk) {
 /* out = silu(gate) * up. */
 EXPORT void exlm_silu_mul(const float *gate, const float *up, float *out, long count, int threads) {
     SiluMul job = {gate, up, out, count, 0};
-    int chunks = split_chunks(count * 4, (int)((count + LANES - 1) / LANES), &job.per_chunk);
+    int chunks = split_chunks(count * 4 /* exp is costly */, (int)((count + LANES - 1) / LANES), &job.per_chunk);
     parallel_for(silu_mul_chunk, &job, chunks, threads);
 }
 

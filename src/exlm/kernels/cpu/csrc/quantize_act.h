@@ -2,12 +2,18 @@
    two that allows it. Eight bits would change the model's first choice in 3 of 100 positions. A row's integers depend
    on that row alone.
 
+   Two-byte activations: vpdpbusd and sdot multiply bytes, so q = 256 * high + low with two signed bytes, and
+
+     sum code * q = 256 * (sum code * high) + (sum code * low)
+
+   Both sums are int32 and added once for each span, of at most 256 products (MAX_SPAN kblocks). With codes up to 255
+   the total is at most 256 * 255 * 32640 < 2^31: it cannot overflow.
+
    The qact of a span: its kblocks one after the other, each QACT_BYTES = 32 bytes in the order in which the microkernel
    multiplies them.
 
                          byte 0                            byte 16                           byte 32
      byte dot products   [ high(k0) high(k1) ... high(k15) | low(k0) low(k1) ... low(k15)   ]
-                           q = 256 * high + low, both signed bytes (two-byte activations)
      16-bit multiply-add [ k0 k2 k1 k3 | k4 k6 k5 k7       | k8 k10 k9 k11 | k12 k14 k13 k15 ]
                            q as int16; even k first, because the even bytes of a quad of codes become 16-bit lanes first
 
@@ -36,7 +42,7 @@ typedef struct {
     float *y;              /* (rows, outputs) */
     uint8_t *qact;         /* of each span (rows, kblocks, QACT_BYTES) */
     ActScale *act_scales;  /* (spans, rows) */
-    int first, rows;       /* first: the norm's row that is row 0 here */
+    int first_row, rows;   /* first_row: number of the block's first row; the norm counts all rows */
     int panels, per_chunk; /* panels of the matrix; rows of a chunk */
 } GemmArgs;
 
@@ -220,7 +226,7 @@ static void quantize_rows(const GemmArgs *p, long first, long end) {
 static void quantize_chunk(void *job, int chunk) {
     const GemmArgs *p = job;
     long first = chunk * p->per_chunk, end = first + p->per_chunk < p->rows ? first + p->per_chunk : p->rows;
-    for (long row = first; p->norm && row < end; row++) rms_norm_row(p->norm, p->first + (int)row);
+    for (long row = first; p->norm && row < end; row++) rms_norm_row(p->norm, p->first_row + (int)row);
     quantize_rows(p, first, end);
 }
 

@@ -2,6 +2,7 @@
 
    f32v, i32v   one native register of VLEN floats or 32-bit integers (AVX-512: 16, AVX2: 8, NEON and SSE2: 4).
                 LANE_REGS of them make sixteen lanes. Functions are named by lane type: f32_fma, i32_and, i16_madd.
+   f32n, i32n   the same register as a GNU vector (i32n signed), where operators and comparisons read better.
    f32x16       sixteen floats in any instruction set. Reductions over it add in one fixed order, so a sum has the
                 same bits everywhere.
    f16          float16 is only stored: f16_to_f32 / f16_from_f32 for one number, f32_load_f16 / f32_store_f16 /
@@ -29,7 +30,7 @@
 #define KEEP_IN_REG(a) ((void)0)
 #endif
 
-/* Unrolled loops over register blocks. Their bounds are names in scope and compile-time constants. */
+/* Unrolled loops over register blocks. Their bounds, `regs` and `rows`, are compile-time constants of the function. */
 #define EACH_REG(v) _Pragma("GCC unroll 8") for (int v = 0; v < regs; v++)
 #define EACH_ROW(r) _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
 #define EACH_LANE_REG(reg) _Pragma("GCC unroll 4") for (int reg = 0; reg < LANE_REGS; reg++)

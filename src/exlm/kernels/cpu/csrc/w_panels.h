@@ -29,8 +29,7 @@
 
      panel 0: group 0: n 0 ... 47 | group 1: n 0 ... 47 | ...    panel 1: group 0: n 48 ... 95 | ...
 
-   The way of one weight: repack_panels.h writes the panel -> unpack_kblock gives a register of bytes for each quad ->
-   microkernel_*.h multiplies it with activation bytes into int32 sums -> dequant.h scales a span's sums to float. */
+   repack_panels.h writes panels, unpack_kblock reads them; exlm_cpu.c draws what comes before and after. */
 
 #ifndef EXLM_W_PANELS_H
 #define EXLM_W_PANELS_H
@@ -87,11 +86,11 @@ INLINE const uint8_t *panel_codes(const Segment *segment, Panel panel) {
     return segment->codes + (long)panel.first * segment->packs * pack_bytes(segment->bits);
 }
 
-/* One register of each quad of a kblock, a byte for each code. `panel` points to that register in the panel's first
+/* One register of each quad of a kblock, a byte for each code. `codes` points to that register in the panel's first
    row. Everything but kblock is known when this is compiled. */
-INLINE void unpack_kblock(const uint8_t *panel, int bits, int tiles, int kblock, i32v *quads) {
+INLINE void unpack_kblock(const uint8_t *codes, int bits, int tiles, int kblock, i32v *quads) {
     int odd = bits & 1, second = kblock & odd, base_bits = bits == 8 ? 8 : bits >= 4 ? 4 : 2, rows = base_bits / 2;
-    const uint8_t *pack = panel + (long)(kblock >> odd) * pack_bytes(bits) * tiles;
+    const uint8_t *pack = codes + (long)(kblock >> odd) * pack_bytes(bits) * tiles;
     EACH_QUAD(q) {
         i32v row = i32_load(pack + (second * rows + q * rows / QUADS) * ROW_BYTES * tiles);
         int shift = q * base_bits % 8;
@@ -115,8 +114,8 @@ INLINE void lookup_quads(i32v codebook, i32v *quads) {
 }
 
 /* For single columns: unpack_kblock of the segment's width, and the codebook lookup. */
-static void unpack_kblock_any(const Segment *segment, const uint8_t *panel, int tiles, int kblock, i32v *quads) {
-#define UNPACK(bits) unpack_kblock(panel, bits, tiles, kblock, quads)
+static void unpack_kblock_any(const Segment *segment, const uint8_t *codes, int tiles, int kblock, i32v *quads) {
+#define UNPACK(bits) unpack_kblock(codes, bits, tiles, kblock, quads)
     SWITCH_BITS(segment->bits, UNPACK)
 #undef UNPACK
     if (segment->codebook) lookup_quads(load_codebook(segment), quads);
@@ -146,8 +145,8 @@ INLINE f32v load_factors(const FactorTable *f, Panel panel, int groups, int grou
 
 /* Hints that a pack's worth of codes, `ahead` bytes later, will be needed: into L2, because a core can wait for few
    lines when it asks for L1. The hardware prefetcher sees streams of 8-bit codes better by itself. */
-INLINE void prefetch_codes(const uint8_t *panel, int bits, int kblock, int ahead) {
-    const uint8_t *at = panel + (long)kblock * bits * PANEL_N * 2 + ahead;
+INLINE void prefetch_codes(const uint8_t *codes, int bits, int kblock, int ahead) {
+    const uint8_t *at = codes + (long)kblock * bits * PANEL_N * 2 + ahead;
 #pragma GCC unroll 12
     for (int line = 0; line < (bits * PANEL_N * 2 + 63) / 64; line++) __builtin_prefetch(at + line * 64, 0, 2);
 }
