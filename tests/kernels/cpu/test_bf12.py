@@ -45,7 +45,7 @@ def test_products(library: Library, shape: tuple[int, int], rows: int, bias: boo
     torch.set_num_threads(threads)
     data, x = sprinkled(brains(*shape), small), torch.randn(rows, shape[1])
     more = torch.randn(shape[0]) if bias else None
-    multiply = PackedLinear(library, pack_bf12(data, more, library, threads, HugePageArena()))
+    multiply = PackedLinear(library, pack_bf12(data, more, library, HugePageArena()))
     want = F.linear(x.double(), data.double(), None if more is None else more.double())
     error = (multiply(x).double() - want).abs()
     assert bool((error <= 1e-6 * (x.double().abs() @ data.double().abs().T) + 1e-6).all())
@@ -55,9 +55,10 @@ def test_products(library: Library, shape: tuple[int, int], rows: int, bias: boo
 @settings(max_examples=40)
 @given(shape=SHAPES, small=st.integers(0, 40), threads=st.integers(1, 4))
 def test_columns_are_the_very_numbers(library: Library, shape: tuple[int, int], small: int, threads: int) -> None:
+    torch.set_num_threads(threads)
     data = sprinkled(brains(*shape), small)
     data[0] = 0
-    blocks = pack_bf12(data, None, library, threads, HugePageArena())
+    blocks = pack_bf12(data, None, library, HugePageArena())
     ids = torch.randperm(shape[0])[None]
     assert torch.equal(PackedEmbedding(library, blocks, torch.float32)(ids)[0], data[ids[0]])
     assert blocks.nbytes < data.numel() * 1.6 + 8 * (shape[0] + 1)
@@ -74,6 +75,7 @@ def test_sums_of_few_rows_are_those_of_sixteen_bits(backend: CpuBackend, monkeyp
 
 
 def test_what_is_refused(library: Library) -> None:
+    torch.set_num_threads(2)
     for data, why in (
         (torch.zeros(12, 64), "tiles of 8 by 64"),
         (torch.zeros(16, 96), "tiles of 8 by 64"),
@@ -86,15 +88,16 @@ def test_what_is_refused(library: Library) -> None:
         (torch.cat((torch.full((64, 1), 2.0**20), torch.ones(64, 63)), 1), "far smaller"),
     ):
         with pytest.raises(Unsupported, match=why):
-            pack_bf12(data, None, library, 2, HugePageArena())
+            pack_bf12(data, None, library, HugePageArena())
 
 
 def test_the_last_number_of_many_does_not_fit(library: Library) -> None:
+    torch.set_num_threads(3)
     data = torch.randn(4096, 64).bfloat16().float()
-    pack_bf12(data, None, library, 3, HugePageArena())
+    pack_bf12(data, None, library, HugePageArena())
     data[-1, -1] = 1 / 3
     with pytest.raises(Unsupported):
-        pack_bf12(data, None, library, 3, HugePageArena())
+        pack_bf12(data, None, library, HugePageArena())
 
 
 def test_a_table_is_also_the_head(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:

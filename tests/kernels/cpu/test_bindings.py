@@ -169,14 +169,15 @@ def test_a_library_with_other_structs_is_refused(library: bindings.Library, monk
 FORKED = """
 import os, sys, torch
 from pathlib import Path
-from exlm.kernels.cpu.repack import repack_panels
+from exlm.kernels.cpu.arena import HugePageArena
 from exlm.kernels.cpu.bindings import load
 from exlm.kernels.cpu.ops import PackedLinear
+from exlm.kernels.cpu.repack import repack_panels
 from tests.kernels.cpu.random_weights import Recipe, random_weight
 torch.set_num_threads(3)
 library = load(Path(sys.argv[1]), sys.argv[2])
 weight = random_weight(Recipe(((4, (32,) * 8),), 400))
-multiply, x = PackedLinear(library, repack_panels(weight, library, 3)), torch.randn(4, 256)
+multiply, x = PackedLinear(library, repack_panels(weight, library, HugePageArena())), torch.randn(4, 256)
 want = multiply(x)
 child = os.fork()
 if child == 0:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from exlm.errors import Unsupported
 from exlm.formats.bits import pack
 from exlm.formats.packed import PackedWeight, PlainScales, Segment
+from exlm.kernels.cpu.arena import HugePageArena
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.ops import PackedEmbedding, PackedLinear
 from exlm.kernels.cpu.repack import repack_panels
@@ -39,7 +40,7 @@ def _threads() -> Iterator[None]:
 
 def linear(library: Library, weight: PackedWeight, threads: int = 1) -> PackedLinear:
     torch.set_num_threads(threads)
-    return PackedLinear(library, repack_panels(weight, library, threads))
+    return PackedLinear(library, repack_panels(weight, library, HugePageArena()))
 
 
 DTYPES = st.sampled_from([torch.float16, torch.float32])
@@ -190,7 +191,7 @@ def test_any_leading_shape_and_stride(library: Library) -> None:
 def test_single_columns_are_exact(library: Library, recipe: Recipe, dtype: torch.dtype) -> None:
     weight = random_weight(recipe, dtype)
     ids = torch.randint(0, recipe.columns, (2, 5))
-    found = PackedEmbedding(library, repack_panels(weight, library, 1), dtype)(ids)
+    found = PackedEmbedding(library, repack_panels(weight, library, HugePageArena()), dtype)(ids)
     assert found.dtype is dtype
     assert torch.equal(found, weight.dequantize().T[ids])
 
@@ -204,7 +205,7 @@ def test_codes_of_4_bits_may_stand_for_any_bytes(library: Library, zeros: bool) 
     for wrong in (torch.linspace(-1, 1, 16), torch.arange(16) * 20.0, torch.arange(16) * 16.0 - 129):
         weight = PackedWeight("x", 32, 16, (replace(old, zero=0, codebook=wrong),), torch.float32)
         with pytest.raises(Unsupported, match="whole ones of eight bits"):
-            repack_panels(weight, library, 1)
+            repack_panels(weight, library, HugePageArena())
 
 
 def test_other_codes_may_not_stand_for_other_numbers(library: Library) -> None:
@@ -215,7 +216,7 @@ def test_other_codes_may_not_stand_for_other_numbers(library: Library) -> None:
     (wide,) = random_weight(Recipe(((8, (32,)),), 16)).segments
     many = PackedWeight("x", 32, 16, (replace(wide, codebook=torch.linspace(-1, 1, 256)),), torch.float32)
     with pytest.raises(Unsupported, match="8 bits stand for other numbers"):
-        repack_panels(many, library, 1)
+        repack_panels(many, library, HugePageArena())
 
 
 def test_halves_at_the_edges(library: Library) -> None:
@@ -224,10 +225,12 @@ def test_halves_at_the_edges(library: Library) -> None:
     scales = torch.tensor([[2.0**-24, 2.0**-25, 3 * 2.0**-27, 1.0, 2048.0, 1100.0, 1 + 2.0**-11, 65504.0]])
     segment = Segment(6, (64,), pack(codes, 6), PlainScales(scales), 32)
     weight = PackedWeight("x", 64, 8, (segment,), torch.float16)
-    found = PackedEmbedding(library, repack_panels(weight, library, 1), torch.float16)(torch.arange(8)[None])[0]
+    found = PackedEmbedding(library, repack_panels(weight, library, HugePageArena()), torch.float16)(
+        torch.arange(8)[None]
+    )[0]
     assert torch.equal(found, weight.dequantize().T)
 
 
 def test_weights_of_another_precision_are_declined(library: Library) -> None:
     with pytest.raises(Unsupported, match="rounded to bfloat16"):
-        repack_panels(random_weight(Recipe(((4, (32,)),), 16), torch.bfloat16), library, 1)
+        repack_panels(random_weight(Recipe(((4, (32,)),), 16), torch.bfloat16), library, HugePageArena())

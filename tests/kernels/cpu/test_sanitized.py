@@ -21,14 +21,13 @@ from pathlib import Path
 from hypothesis import given, settings, strategies as st
 from exlm.kernels.cpu.repack import repack_panels
 from exlm.kernels.cpu.bindings import Library
-from exlm.kernels.cpu.ops import AddRmsNorm, PackedEmbedding, PackedLinear, SiluMul
+from exlm.kernels.cpu.ops import FusedLinear, PackedEmbedding, PackedLinear, RmsNorm, silu_mul
 from exlm import spec
 from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, TruncatedFP8
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import LayerShape
 from exlm.kernels.cpu.attention import BatchArgsCache, PagedAttention, CpuRotaryEmbedding
 from exlm.kernels.cpu.repack import cast_to_16bit, pack_bf12, pack_16bit
-from exlm.kernels.cpu.fused import FusedLinear
 from exlm.kernels.cpu.arena import HugePageArena
 from exlm.nn import Batch
 from tests.kernels.cpu.random_weights import RECIPES, random_weight
@@ -40,23 +39,25 @@ library, CPU = Library(sys.argv[1], Path(sys.argv[2])), torch.device("cpu")
 def walk(recipe, rows, threads):
     torch.set_num_threads(threads)
     weight = random_weight(recipe)
-    blocks = repack_panels(weight, library, threads)
+    blocks = repack_panels(weight, library, HugePageArena())
     assert PackedLinear(library, blocks)(torch.randn(rows, weight.in_features)).isfinite().all()
     PackedEmbedding(library, blocks, torch.float32)(torch.arange(recipe.columns)[None])
     x = torch.randn(rows, recipe.columns)
-    AddRmsNorm(library, torch.ones(recipe.columns), 1e-5, None)(x, x)
-    SiluMul(library)(x, x)
+    RmsNorm(library, torch.ones(recipe.columns), 1e-5, None).add_norm(x, x)
+    silu_mul(library, x, x)
     data = torch.randn(8 * threads, 16 * rows).to(torch.float16 if rows % 2 else torch.bfloat16).float()
-    floats = pack_16bit(cast_to_16bit(data, library, threads, HugePageArena()), None)
+    floats = pack_16bit(cast_to_16bit(data, library, HugePageArena()), None)
     assert PackedLinear(library, floats)(torch.randn(rows, 16 * rows)).isfinite().all()
     data = torch.randn(64 * threads, 64 * rows).bfloat16().float()
     data[0, 0], data[1, :2] = 2.0**-30, 0
-    lean = pack_bf12(data, None, library, threads, HugePageArena())
+    lean = pack_bf12(data, None, library, HugePageArena())
     assert PackedLinear(library, lean)(torch.randn(rows, 64 * rows)).isfinite().all()
+    PackedEmbedding(library, floats, torch.float32)(torch.arange(8 * threads)[None])
     PackedEmbedding(library, lean, torch.float32)(torch.arange(64 * threads)[None])
     linear = PackedLinear(library, blocks)
+    norm = RmsNorm(library, torch.ones(weight.in_features), 1e-5, None)
     for gated, count in ((False, 3), (True, 2)):
-        together = FusedLinear(library, [linear] * count, torch.ones(weight.in_features), 1e-5, gated)
+        together = FusedLinear(library, [linear] * count, norm, gated=gated)
         together(torch.randn(min(rows, 16), 1, weight.in_features), None)
 
 @settings(max_examples=40, database=None, derandomize=True, deadline=None)

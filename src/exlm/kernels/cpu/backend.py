@@ -15,19 +15,17 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ... import spec
 from ...errors import Unsupported
 from ...formats import DenseWeight, PackedWeight, Weight
-from .. import interface as b
+from .. import interface
 from ..reference import ReferenceBackend
 from .arena import HugePageArena
 from .attention import BatchArgsCache, CpuRotaryEmbedding, PagedAttention
 from .bindings import load
-from .fused import FusedLinear
-from .ops import AddRmsNorm, PackedEmbedding, PackedLinear, RmsNorm, SiluMul
+from .ops import FusedLinear, PackedEmbedding, PackedLinear, RmsNorm, silu_mul
 from .repack import PackedMatrix, pack_dense, repack_panels
 
 
@@ -49,51 +47,50 @@ class CpuBackend:
         # Embedding tables, which the head may share.
         self._embeddings: WeakKeyDictionary[Weight, PackedMatrix] = WeakKeyDictionary()
 
-    def linear(self, weight: Weight) -> b.LinearFn:
+    def linear(self, weight: Weight) -> interface.LinearFn:
         """A quantised matrix in panels, or a dense one in 12 or 16 bits a number."""
-        if weight in self._embeddings:
-            return PackedLinear(self._library, self._embeddings[weight])
-        threads = torch.get_num_threads()
+        return PackedLinear(self._library, self._embeddings.get(weight) or self._pack(weight))
+
+    def embedding(self, weight: Weight) -> interface.EmbeddingFn:
+        """An embedding table, repacked once even if it is also the head's matrix."""
+        if isinstance(weight, DenseWeight) and weight.data.dtype is not torch.float32:
+            raise Unsupported("only packed tables, and those of a head")
+        matrix = self._embeddings[weight] = self._pack(weight)
+        dtype = weight.dtype if isinstance(weight, PackedWeight) else torch.float32
+        return PackedEmbedding(self._library, matrix, dtype)
+
+    def _pack(self, weight: Weight) -> PackedMatrix:
         if isinstance(weight, PackedWeight):
-            return PackedLinear(self._library, repack_panels(weight, self._library, threads, self._arena))
+            return repack_panels(weight, self._library, self._arena)
         if isinstance(weight, DenseWeight):
-            return PackedLinear(self._library, pack_dense(weight, self._library, threads, self._arena)[0])
+            return pack_dense(weight, self._library, self._arena)
         raise Unsupported("only packed and dense matrices")
 
-    def embedding(self, weight: Weight) -> b.EmbeddingFn:
-        """An embedding table, repacked once even if it is also the head's matrix."""
-        threads = torch.get_num_threads()
-        if isinstance(weight, PackedWeight):
-            matrix = repack_panels(weight, self._library, threads, self._arena)
-            self._embeddings[weight] = matrix
-            return PackedEmbedding(self._library, matrix, weight.dtype)
-        if not isinstance(weight, DenseWeight) or weight.data.dtype is not torch.float32:
-            raise Unsupported("only packed tables, and those of a head")
-        matrix, data = pack_dense(weight, self._library, threads, self._arena)
-        self._embeddings[weight] = matrix
-        if data is None:
-            return PackedEmbedding(self._library, matrix, torch.float32)
-        return partial(F.embedding, weight=data)
-
-    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.NormFn:
+    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> interface.NormFn:
         """RMS norm with one scale."""
-        return RmsNorm(self._library, *self._rms_norm_args(norm, weight))
+        return self._rms_norm(norm, weight)
 
-    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNormFn:
+    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> interface.AddNormFn:
         """RMS norm of a sum."""
-        return AddRmsNorm(self._library, *self._rms_norm_args(norm, weight))
+        return self._rms_norm(norm, weight).add_norm
 
-    def gated(self, act: spec.Activation) -> b.GatedActivationFn:
+    def _rms_norm(self, norm: spec.Norm, weight: Tensor) -> RmsNorm:
+        if norm.kind != "rms" or weight.dim() != 1:
+            raise Unsupported("only RMS norm with one scale")
+        scale = (weight.float() + norm.offset).contiguous()
+        return RmsNorm(self._library, scale, norm.eps, self._reference.norm(norm, weight, None))
+
+    def gated(self, act: spec.Activation) -> interface.GatedActivationFn:
         """silu(gate) · up."""
         if act != "silu":
             raise Unsupported("only silu")
-        return SiluMul(self._library)
+        return partial(silu_mul, self._library)
 
-    def rope(self, rope: spec.Rope, length: int) -> b.RopeFn:
+    def rope(self, rope: spec.Rope, length: int) -> interface.RopeFn:
         """Sine and cosine tables for every position."""
         return CpuRotaryEmbedding(rope, length, self.device, self._library)
 
-    def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
+    def attention(self, attn: spec.Attention, rope: interface.RopeFn) -> interface.AttentionFn:
         """Paged attention; calls that C cannot do go to the reference."""
         if attn.softcap is not None or not isinstance(rope, CpuRotaryEmbedding):
             raise Unsupported("only attention with RoPE of this backend and without softcap")
@@ -104,23 +101,17 @@ class CpuBackend:
 
     def fused_linear(
         self,
-        linears: Sequence[b.LinearFn],
-        prologue: b.NormPrologue | None,
+        linears: Sequence[interface.LinearFn],
+        prologue: interface.NormPrologue | None,
         act: spec.Activation | None,
         fp32_out: bool = False,
-    ) -> b.FusedLinear:
+    ) -> interface.FusedLinear:
         """Matrices of this backend with an RMS norm before them, or two with silu after them."""
         packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
         if len(packed) != len(linears) or act not in (None, "silu"):
             raise Unsupported("only packed matrices, and silu")
-        scale, eps = (None, 0.0) if prologue is None else self._rms_norm_args(prologue.norm, prologue.weight)[:2]
-        return FusedLinear(self._library, packed, scale, eps, act is not None)
-
-    def _rms_norm_args(self, norm: spec.Norm, weight: Tensor) -> tuple[Tensor, float, b.NormFn]:
-        if norm.kind != "rms" or weight.dim() != 1:
-            raise Unsupported("only RMS norm with one scale")
-        scale = (weight.float() + norm.offset).contiguous()
-        return scale, norm.eps, self._reference.norm(norm, weight, None)
+        norm = None if prologue is None else self._rms_norm(prologue.norm, prologue.weight)
+        return FusedLinear(self._library, packed, norm, gated=act is not None)
 
     def _unsupported(self, *_: Any, **__: Any) -> Any:
         raise Unsupported("left to plain torch")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import KernelError, Unsupported
 from ..artifact_cache import CHECKSUM_DIGITS, ArtifactCache, damage, scratch_folder, warn_once, warn_unwritable
@@ -159,6 +160,11 @@ class Library:
         self.fused_linear = _allocating(loaded.exlm_fused_linear, p, p, p, i, p, p, p, i)
         self.attention = _allocating(loaded.exlm_attention, p, i64, i)
         self.decoder_layers = _allocating(loaded.exlm_decoder_layers, p, p, i, p, p, p, i64, i)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """The address of a tensor's memory; None, which is NULL in C, if there is no tensor."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _check_sizes(sizeof: Callable[..., int]) -> None:

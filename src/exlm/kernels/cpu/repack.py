@@ -31,7 +31,7 @@ from ...formats import DenseWeight, PackedWeight
 from ...formats.packed import KQuantScales, PlainScales, Scales, Segment
 from . import bindings
 from .arena import HugePageArena, copy_to_arena
-from .bindings import BF12_DTYPE, C_DTYPES, Library
+from .bindings import BF12_DTYPE, C_DTYPES, Library, address
 
 KBLOCK = 16
 PANEL_N, LAST_PANEL_N = 48, 32
@@ -82,18 +82,15 @@ class _PackedSegment:
     buffers: tuple[Tensor, ...]
 
 
-def repack_panels(
-    weight: PackedWeight, library: Library, threads: int, arena: HugePageArena | None = None
-) -> PackedMatrix:
+def repack_panels(weight: PackedWeight, library: Library, arena: HugePageArena) -> PackedMatrix:
     """A quantised weight in panels; codes keep their width, and so do two-level scales."""
-    arena = arena or HugePageArena()
     if weight.dtype not in (torch.float16, torch.float32):
         raise Unsupported(f"its weights are rounded to {str(weight.dtype).removeprefix('torch.')}")
     segments: list[_PackedSegment] = []
     row_of_k: list[Tensor] = []
     row, k, spans = 0, 0, 0
     for stored in weight.segments:
-        segment = _repack_segment(stored, library, threads, arena)
+        segment = _repack_segment(stored, library, arena)
         segment.struct.first_k, segment.struct.first_span = k, spans
         row_of_k.append(torch.where(segment.row_of_k < 0, -1, segment.row_of_k + row))
         segments.append(segment)
@@ -103,8 +100,8 @@ def repack_panels(
     bias = None if weight.bias is None else weight.bias.float().contiguous()
     matrix = bindings.Matrix(
         segments=ctypes.addressof(structs),
-        input_of_k=_address(input_of_k),
-        bias=_address(bias),
+        input_of_k=address(input_of_k),
+        bias=address(bias),
         segment_count=len(segments),
         inputs=weight.in_features,
         outputs=weight.out_features,
@@ -116,15 +113,14 @@ def repack_panels(
     return PackedMatrix(weight.in_features, weight.out_features, matrix, buffers)
 
 
-def _repack_segment(segment: Segment, library: Library, threads: int, arena: HugePageArena) -> _PackedSegment:
+def _repack_segment(segment: Segment, library: Library, arena: HugePageArena) -> _PackedSegment:
     bits = 8 if segment.bits == 7 else segment.bits
     outputs, pack_rows = segment.codes.shape[1], KBLOCK << (bits & 1)
     row_of_k, group_of_kblock = _pad_groups(segment.group_sizes, pack_rows)
     packs, stored = len(row_of_k) // pack_rows, segment.codes.contiguous()
     codes = arena.allocate(_round_up(outputs, LAST_PANEL_N) * len(row_of_k) * bits // 8)
-    library.repack_panels(
-        *(stored.data_ptr(), outputs, segment.bits, bits, row_of_k.data_ptr(), packs), *(codes.data_ptr(), threads)
-    )
+    widths, target = (segment.bits, bits), (codes.data_ptr(), torch.get_num_threads())
+    library.repack_panels(stored.data_ptr(), outputs, *widths, row_of_k.data_ptr(), packs, *target)
     codebook, offset = _codebook(segment)
     zero = segment.zero
     scales, scale_buffers = _factor_table(segment.scales, arena)
@@ -136,7 +132,7 @@ def _repack_segment(segment: Segment, library: Library, threads: int, arena: Hug
         scales=scales,
         minima=minima,
         zeros=zeros,
-        codebook=_address(codebook),
+        codebook=address(codebook),
         spans=spans.data_ptr(),
         bits=bits,
         packs=packs,
@@ -246,34 +242,27 @@ def _input_of_k(row_of_k: Tensor, perm: Tensor | None, arena: HugePageArena) -> 
     return copy_to_arena(row_of_k.int(), arena)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def pack_dense(
-    weight: DenseWeight, library: Library, threads: int, arena: HugePageArena
-) -> tuple[PackedMatrix, Tensor | None]:
-    """A dense weight in 12 bits a number, else in 16, if they hold it exactly; with 16 bits, also its tensor.
+def pack_dense(weight: DenseWeight, library: Library, arena: HugePageArena) -> PackedMatrix:
+    """A dense weight in 12 bits a number, else in 16, if they hold it exactly.
 
     Decoding waits for memory, and most files need no more bits: models are trained in bfloat16, and so are
     the heads and embedding tables of quantised ones, whatever type their files name.
     """
     if library.prefers_bf12:
         with suppress(Unsupported):
-            return pack_bf12(weight.data, weight.bias, library, threads, arena), None
-    data = cast_to_16bit(weight.data, library, threads, arena)
-    return pack_16bit(data, weight.bias), data
+            return pack_bf12(weight.data, weight.bias, library, arena)
+    return pack_16bit(cast_to_16bit(weight.data, library, arena), weight.bias)
 
 
-def pack_bf12(data: Tensor, bias: Tensor | None, library: Library, threads: int, arena: HugePageArena) -> PackedMatrix:
+def pack_bf12(data: Tensor, bias: Tensor | None, library: Library, arena: HugePageArena) -> PackedMatrix:
     """(outputs, inputs) float32 numbers of eight significant bits, as BF12."""
     outputs, inputs = data.shape
     if data.dtype is not torch.float32 or outputs % FLOAT_TILE_N or inputs % BF12_BLOCK:
         raise Unsupported(f"its shape is no multiple of BF12 tiles of {FLOAT_TILE_N} by {BF12_BLOCK}")
     data = data.contiguous()
-    shape = data.data_ptr(), outputs, inputs
+    matrix, threads = (data.data_ptr(), outputs, inputs), torch.get_num_threads()
     units, counts = torch.empty(outputs), torch.empty(outputs, dtype=torch.int32)
-    if library.bf12_plan(*shape, units.data_ptr(), counts.data_ptr(), threads):
+    if library.bf12_plan(*matrix, units.data_ptr(), counts.data_ptr(), threads):
         raise Unsupported("its dense numbers need more than eight significant bits")
     outliers = int(counts.sum())
     if outliers * NUMBERS_PER_OUTLIER > data.numel():
@@ -283,7 +272,7 @@ def pack_bf12(data: Tensor, bias: Tensor | None, library: Library, threads: int,
     index, values = torch.empty(outliers, dtype=torch.int32), torch.empty(outliers)
     bf12 = bindings.Bf12(units.data_ptr(), begin.data_ptr(), index.data_ptr(), values.data_ptr())
     codes = arena.allocate(data.numel() * BF12_BITS // 8)
-    library.bf12_pack(*shape, ctypes.addressof(bf12), codes.data_ptr(), threads)
+    library.bf12_pack(*matrix, ctypes.addressof(bf12), codes.data_ptr(), threads)
     segment = bindings.Segment(
         codes=codes.data_ptr(),
         scales=bindings.FactorTable(dtype=BF12_DTYPE),
@@ -293,13 +282,13 @@ def pack_bf12(data: Tensor, bias: Tensor | None, library: Library, threads: int,
     return _float_matrix(inputs, outputs, segment, bias, bf12, (codes, units, begin, index, values))
 
 
-def cast_to_16bit(data: Tensor, library: Library, threads: int, arena: HugePageArena) -> Tensor:
+def cast_to_16bit(data: Tensor, library: Library, arena: HugePageArena) -> Tensor:
     """(outputs, inputs) float32 numbers as float16 or bfloat16, whichever holds every one of them."""
     outputs, inputs = data.shape
     if data.dtype is not torch.float32 or outputs % FLOAT_TILE_N or inputs % KBLOCK:
         raise Unsupported(f"its shape is no multiple of dense tiles of {FLOAT_TILE_N} by {KBLOCK}")
     data = data.contiguous()
-    memory = arena.allocate(2 * data.numel())
+    memory, threads = arena.allocate(2 * data.numel()), torch.get_num_threads()
     for dtype in (torch.float16, torch.bfloat16):
         if not library.cast_16bit(data.data_ptr(), data.numel(), C_DTYPES[dtype], memory.data_ptr(), threads):
             return memory.view(dtype).view(outputs, inputs)
@@ -329,7 +318,7 @@ def _float_matrix(
     bias = None if bias is None else bias.float().contiguous()
     matrix = bindings.Matrix(
         segments=ctypes.addressof(segment),
-        bias=_address(bias),
+        bias=address(bias),
         bf12=None if bf12 is None else ctypes.addressof(bf12),
         segment_count=1,
         inputs=inputs,

@@ -231,6 +231,15 @@ static int gemm_float(const Matrix *m, const float *x, int rows, float *y, int t
     return 0;
 }
 
+/* out (inputs) = the numbers of one output of a 16-bit matrix. */
+static void column_16bit(const Matrix *m, long output, float *out) {
+    const uint16_t *numbers = (const uint16_t *)m->segments->codes + output * m->inputs;
+    for (int i = 0; i < m->inputs; i += VLEN) {
+        f32v values = load_f16_or_bf16(numbers + i, m->segments->scales.dtype);
+        f32_store(out + i, values);
+    }
+}
+
 /* Casting float32 matrices to 16 bits where that changes no number. */
 
 typedef struct {

@@ -16,14 +16,15 @@ EXPORT int exlm_linear(const Matrix *m, const float *x, int rows, float *y, int 
     return gemm_float(m, x, rows, y, threads);
 }
 
-/* out (count, inputs) = columns of an integer or BF12 matrix as floats: the embeddings of tokens where the table is
-   also the head. */
+/* out (count, inputs) = columns of a matrix as floats: the embeddings of tokens. */
 EXPORT void exlm_dequantize_columns(const Matrix *m, const int64_t *ids, int count, float *out) {
     for (int i = 0; i < count; i++, out += m->inputs) {
         if (m->bf12)
             bf12_column(m, ids[i], out);
-        else
+        else if (m->span_count)
             dequantize_column(m, ids[i], out);
+        else
+            column_16bit(m, ids[i], out);
     }
 }
 
