@@ -18,6 +18,7 @@ ARGS =
 help:
 	@echo "make demo         run a real model: downloads it once, answers a question"
 	@echo "make test         the whole test suite on the CPU"
+	@echo "make test-sampling   the tests of one package; likewise test-generator, test-serve, ..."
 	@echo "make check        formatting, lint, types"
 	@echo "make format       let ruff rewrite the files"
 	@echo "make docs         the documentation site, in build/site; every link checked"
@@ -35,6 +36,10 @@ demo: runtime
 
 test: dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# Tests of one package, as in: make test-sampling
+test-%: dev
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup tests/$* $(ARGS)
 
 check: dev
 	$(PY) -m ruff format --check .
