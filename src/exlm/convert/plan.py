@@ -78,7 +78,6 @@ class ConversionPlan:
         return sum(step.nbytes for step in self.steps)
 
     def has_action(self, action: TensorAction) -> bool:
-        """Whether any matrix has this action."""
         return any(found == action for _, found in self.actions.values())
 
 

@@ -93,7 +93,6 @@ class FolderPlanner(ConversionPlanner):
         return step
 
     def plan_vector(self, v: VectorSpec) -> ConversionStep:
-        """Copy a vector."""
         stored, location = self._source_location(v.role), self.target_location(v.role)
         if not _is_whole_tensor(stored):
             raise Unsupported(f"{v.role} is a part of {stored.key}, from which it cannot be sliced.")

@@ -57,7 +57,6 @@ class SideFiles(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Their size in bytes."""
         return sum(map(len, self.written.values())) + sum(p.stat().st_size for p in self.copied.values())
 
     def write_to(self, folder: Path) -> None:

@@ -152,11 +152,9 @@ class InstallLora:
 
     @property
     def module_role(self) -> str:
-        """The role of the module that is replaced."""
         return module_role_of(self.role)
 
     def to(self, device: torch.device) -> InstallLora:
-        """The same with its weights on another device."""
         return replace(self, weights=LoraWeights(*(tensor.to(device) for tensor in self.weights)))
 
     def __call__(self, inner: Any) -> Any:

@@ -131,7 +131,6 @@ class PeftConfig:
         return self._scaling_for_rank(self.alpha, self.r)
 
     def scaling(self, module: str) -> float:
-        """The scaling of a module."""
         return self._scaling_for_rank(_match_pattern(self.alpha_pattern, module, self.alpha), self.rank(module))
 
     def _scaling_for_rank(self, alpha: float, rank: int) -> float:

@@ -270,7 +270,6 @@ class Builder:
         return Attention(attn.head_dim, qkv, self.qk_norm(prefix, attn), attend, self.linear(prefix + "attn.o"))
 
     def qk_norm(self, prefix: str, attn: spec.Attention) -> QKNormFn:
-        """The QK norm, if the layer has one."""
         if attn.qk_norm is None:
             return no_qk_norm
         q, k = prefix + "attn.q_norm", prefix + "attn.k_norm"

@@ -94,7 +94,6 @@ def check_ids(ids: Sequence[int], embeddings: Sequence[MMEmbedding], vocab_size:
 
 
 def uses_mrope(model: spec.Model) -> bool:
-    """Whether the model uses M-RoPE."""
     return any(layer.attn.rope is not None and layer.attn.rope.mrope_sections for layer in model.layers)
 
 
@@ -119,12 +118,10 @@ class ForwardRequest:
 
     @property
     def rows(self) -> int:
-        """Sequences of the batch."""
         return int(self.ids.shape[0])
 
     @property
     def tokens(self) -> int:
-        """New tokens of each row."""
         return int(self.ids.shape[1])
 
     def chunk_batch(self, start: int, stop: int, page_table: Tensor, outputs: Outputs) -> Batch:

@@ -227,7 +227,6 @@ class WorkerCacheReplicator:
         self._send_all("allocate_cache", self._register(cache), values)
 
     def replicate_clone(self, cache: CacheBase, clone: CacheBase) -> None:
-        """The workers clone theirs."""
         self._send_all("clone_cache", self._register(clone), {"source_id": self._id_of(cache)})
 
     def replicate_call(self, cache: CacheBase, method: str, *values: object, target: CacheBase | None = None) -> None:
@@ -399,7 +398,6 @@ def shard_change(change: ModuleChange, shard: RoleShard) -> ModuleChange:
 
 
 def encode_change(change: ModuleChange) -> Message:
-    """A change as a message."""
     values = {"dropped": [], "adapter_id": change.adapter_id, "role": change.role}
     if isinstance(change, RemoveLora):
         return Message("remove_lora", values)

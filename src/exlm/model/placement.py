@@ -138,7 +138,6 @@ def _does_not_fit(
 
 
 def format_bytes(count: int) -> str:
-    """Bytes as GB or MB."""
     return f"{count / GB:,.2f} GB" if count >= GB // 10 else f"{count / MB:,.1f} MB"
 
 
@@ -165,7 +164,6 @@ class Budget:
 def compute_profile(
     config: FrozenConfig, device_infos: Sequence[DeviceInfo], num_cached_tokens: int = 0, *, hypothetical: bool = False
 ) -> ComputeProfile:
-    """The profile on these devices."""
     first = device_infos[0].device
     if hypothetical:
         return ComputeProfile(pick_dtype(config.dtype or "float16", None, first), False, num_cached_tokens)

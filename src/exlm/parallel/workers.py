@@ -176,14 +176,12 @@ class RankDriver:
         self._stop = weakref.finalize(self, _stop_workers, channels, processes, self._groups, self._pid)
 
     def send_all(self, message: Message) -> None:
-        """Send a message to every worker."""
         with self._lock:
             self._check_running()
             for rank in range(1, len(self.channels) + 1):
                 self.send(rank, message)
 
     def send(self, rank: int, message: Message) -> None:
-        """Send a message to one worker."""
         with self._lock:
             self._check_running()
             try:
@@ -237,7 +235,6 @@ class RankDriver:
         return WorkerLost(f"The model's processes are out of step: {self.lost_reason}. {RELOAD_REMEDY}")
 
     def close(self) -> None:
-        """Stop all workers."""
         with self._lock:
             self.lost_reason = self.lost_reason or "it was unloaded"
             self._stop()
