@@ -143,6 +143,15 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
         weight(checkpoint, "head", model.hidden, model.vocab)
 
 
+def test_a_tied_head_has_its_own_bias(tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["output.bias"] = torch.arange(len(tensors.pop("output.weight")), dtype=F32)
+
+    checkpoint = rewrite_tensors(tmp_path / "m.gguf", "llama", change)
+    head = weight(checkpoint, "head", 64, 64, bias=True, fallback="embed")
+    assert torch.equal(head.bias, torch.arange(64.0))
+
+
 def _logits(model: Any, checkpoint: Any) -> torch.Tensor:
     decoder = list(Builder(model, checkpoint, [backends_for(CPU, F32)] * (len(model.layers) + 2), 64).build())[-1]
     return _logits_of(model, decoder, torch.arange(20).view(2, 10))
@@ -242,6 +251,8 @@ def test_tensors_are_checked(tmp_path: Path) -> None:
         checkpoint.tensor("final_norm", (64,), dtype=F32, device=CPU, finite=True)
     with pytest.raises(BadTensor, match=r"expected shape \[63\] or \[2, 64\] for final_norm, found \[64\]"):
         checkpoint.tensor("final_norm", ((63,), (2, 64)), dtype=F32, device=CPU)
+    with pytest.raises(BadTensor, match=r"found \[64, 64\]\. The metadata describes another model"):
+        checkpoint.tensor("embed", (65, 64), dtype=F32, device=CPU)
     with pytest.raises(BadTensor, match="1 of 4096 values are too large for float16"):
         checkpoint.tensor("embed", (64, 64), dtype=torch.float16, device=CPU)
     dense = weight(checkpoint, "layers.0.mlp.up", 64, 96, dtype=torch.bfloat16)

@@ -81,8 +81,9 @@ def read_gguf_header(path: Path, data: mmap.mmap | bytes) -> GgufHeader:
         if info.name in entries:
             raise damaged(path, f"tensor {quoted(info.name)} is there twice")
         entries[info.name] = info
-    start = _aligned(cursor.position, _alignment(path, metadata))
-    return GgufHeader(metadata, _with_file_offsets(path, entries, start, metadata, len(data)))
+    alignment = _alignment(path, metadata)
+    start = -(-cursor.position // alignment) * alignment
+    return GgufHeader(metadata, _with_file_offsets(path, entries, start, alignment, len(data)))
 
 
 class _Cursor:
@@ -141,9 +142,8 @@ class _Cursor:
                 break
             at = stop
         self.position = at
-        return found + [
-            self.text() for _ in range(count - len(found))
-        ]  # raises the error for the string at which the loop stopped
+        # `text` raises the error for the string at which the loop stopped.
+        return found + [self.text() for _ in range(count - len(found))]
 
     def count(self, what: str, limit: int, smallest: int) -> int:
         """A count of things of at least `smallest` bytes, which the rest of the header can hold."""
@@ -209,10 +209,6 @@ def _alignment(path: Path, metadata: dict[str, Any]) -> int:
     return found
 
 
-def _aligned(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment
-
-
 def _tensor_info(cursor: _Cursor) -> TensorInfo:
     """One tensor; its offset counts from the start of the data."""
     path = cursor.path
@@ -243,10 +239,9 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
 
 
 def _with_file_offsets(
-    path: Path, entries: dict[str, TensorInfo], start: int, metadata: dict[str, Any], size: int
+    path: Path, entries: dict[str, TensorInfo], start: int, alignment: int, size: int
 ) -> dict[str, TensorInfo]:
     """The entries with offsets from the start of the file, if each has its own bytes there."""
-    alignment = _alignment(path, metadata)
     last, end = "", 0
     for info in sorted(entries.values(), key=lambda info: info.offset):
         if info.offset % alignment:

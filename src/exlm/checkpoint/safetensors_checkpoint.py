@@ -206,6 +206,11 @@ class SafetensorsCheckpoint(Checkpoint):
             remedy += ' A model whose head is its embedding says so: "tie_word_embeddings": true.'
         return next(hints, remedy)
 
+    def _explain_wrong_shape(self, info: TensorInfo, role: str, expected: str) -> str:
+        if role in ("embed", "head") and info.shape and not expected.startswith(f"[{info.shape[0]},"):
+            return f"vocab_size in config.json must be the number of rows stored, {info.shape[0]}."
+        return super()._explain_wrong_shape(info, role, expected)
+
 
 def _flatten_experts(info: TensorInfo) -> TensorInfo:
     """Experts stacked in a third dimension (experts, rows, columns) as (experts · rows, columns)."""

@@ -239,12 +239,11 @@ class SafetensorsFolder(TensorFiles):
         self._fill(info, info.offset, target)
         return target
 
-    def load_rows(self, of: str | TensorInfo, start: int, target: torch.Tensor) -> None:
+    def load_rows(self, info: TensorInfo, start: int, target: torch.Tensor) -> None:
         """Fill `target`, contiguous, on the CPU and of the stored type, with the rows from `start` on.
 
-        `of` is a tensor's name or its header entry, perhaps in another shape .
+        `info` may have another shape than the header's entry: here, in `view_rows` and in `release`.
         """
-        info = self.info(of) if isinstance(of, str) else of
         first, _ = info.byte_range(start, start + len(target), _rows(info))
         self._fill(info, first, target)
 

@@ -26,7 +26,6 @@ from .tensor_files import TensorFiles, TensorInfo, quoted
 
 Shape = tuple[int, ...]
 
-_VOCABULARY_ROLES = ("embed", "head")
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
@@ -111,7 +110,7 @@ class MatrixRequest:
 class Checkpoint(ABC):
     """A `WeightSource` that reads a model's files."""
 
-    described_by = "config.json"  # what describes the model, in errors
+    described_by = "config.json"  # what describes the model, at the beginning of a sentence
 
     def __init__(self, files: TensorFiles, names: TensorNames, suffixes: Sequence[str]) -> None:
         """`suffixes` are those of the tensors by which a matrix is found, the preferred first."""
@@ -292,13 +291,17 @@ class Checkpoint(ABC):
 
     def _explain_missing(self, _what: str, _keys: Sequence[str]) -> str:
         """The likely reason why tensors are missing, as sentences."""
-        return f"The weights are incomplete, or {self.described_by} describes another model."
+        return f"{self.described_by} describes another model, or the weights are incomplete."
 
     def _wrong_shape(self, info: TensorInfo, role: str, expected: str) -> BadTensor:
-        remedy = f"{self.described_by} describes another model than these weights are."
-        if role in _VOCABULARY_ROLES and info.shape and not expected.startswith(f"[{info.shape[0]},"):
-            remedy = f"vocab_size in {self.described_by} must be the number of rows stored, {info.shape[0]}."
-        return BadTensor(f"{info}: expected shape {expected} for {role}, found {list(info.shape)}. {remedy}")
+        return BadTensor(
+            f"{info}: expected shape {expected} for {role}, found {list(info.shape)}. "
+            f"{self._explain_wrong_shape(info, role, expected)}"
+        )
+
+    def _explain_wrong_shape(self, _info: TensorInfo, _role: str, _expected: str) -> str:
+        """The likely reason why a tensor has another shape, as a sentence."""
+        return f"{self.described_by} describes another model than these weights are."
 
 
 def num_rows(spans: Iterable[RowRange]) -> int:

@@ -305,16 +305,6 @@ class Vocab:
         """The pieces character by character, lower-cased if case is ignored."""
         return self._cached(f"trie {ignore_case}", lambda: self._trie(ignore_case))
 
-    def build(self) -> None:
-        """Build every table now."""
-        self.pieces(special=True)
-        self.ords()
-        self.piece_to_id()
-        self.prefix_to_ids()
-        self.prefix_id_to_ids()
-        self.trie()
-        self.trie(ignore_case=True)
-
     def _cached(self, name: str, build: Callable[[], T]) -> T:
         with self._lock:
             if name not in self._cache:
