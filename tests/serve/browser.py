@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
-from exlm.serve.generation import FinishInfo, OutputDelta
+from exlm.serve.generation import FinishInfo, GenerationRequest, OutputDelta
 from tests.serve.running_server import RunningServer
 
 if TYPE_CHECKING:
@@ -86,28 +86,34 @@ class Script:
         self.pause = 0.0
         self.runs: list[Line] = []
 
-    def __call__(self, order: Any) -> Line:
+    def __call__(self, request: GenerationRequest) -> Line:
         answer = self.answers.pop(0) if self.answers else "An answer."
-        self.runs.append(Line(answer, self.pause))
+        self.runs.append(Line(request, answer, self.pause))
         return self.runs[-1]
 
 
 class Line:
-    """One scripted answer."""
+    """One scripted answer: a `RequestStream` without jobs."""
 
-    def __init__(self, answer: str | Exception, pause: float) -> None:
+    def __init__(self, request: GenerationRequest, answer: str | Exception, pause: float) -> None:
+        self.request = request
+        self.finishes: list[FinishInfo] = []
         self._answer, self._pause = answer, pause
         self._left = list(answer) if isinstance(answer, str) else ["c", "u", "t", answer]
         self.closed = False
 
-    async def settle(self, seconds: float) -> None:
+    def token_counts(self) -> tuple[int, int, int]:
+        return 40, 32, len(str(self._answer))
+
+    async def wait_for_first(self, seconds: float) -> None:
         """Return at once."""
 
     async def next(self) -> tuple[int, OutputDelta]:
         await asyncio.sleep(self._pause)
         if not self._left:
             count = len(str(self._answer))
-            return 0, OutputDelta(finish=FinishInfo("stop", 40, 32, count, 0, 0, (0.0, 0.1, count / 50)))
+            self.finishes.append(FinishInfo("stop", 40, 32, count, 0, 0, (0.0, 0.1, count / 50)))
+            return 0, OutputDelta(finish=self.finishes[-1])
         one = self._left.pop(0)
         if isinstance(one, Exception):
             raise one

@@ -23,7 +23,7 @@ KEPT = """() => Object.entries(localStorage)
 @pytest.fixture
 def script(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
-    monkeypatch.setattr(server.engine.models["tiny"], "run", script)
+    monkeypatch.setattr(server.engine.models["tiny"], "submit", script)
     return script
 
 

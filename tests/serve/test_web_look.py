@@ -66,7 +66,7 @@ def test_a_phone(server: RunningServer, browser: Any, monkeypatch: pytest.Monkey
     with opened(server, browser, viewport={"width": 360, "height": 640}, has_touch=True) as page:
         script = Script()
         script.answers = [f"|a|b|\n|-|-|\n|{'wide' * 40}|x|\n\n```\n{'long ' * 80}\n```\n{'w' * 300}"]
-        monkeypatch.setattr(server.engine.models["tiny"], "run", script)
+        monkeypatch.setattr(server.engine.models["tiny"], "submit", script)
         told(page, "q" * 200)
         for wide in ("html", "#scroll"):
             assert page.evaluate("(one) => document.querySelector(one).scrollWidth <= 360", wide)
