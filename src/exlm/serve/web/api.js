@@ -1,22 +1,22 @@
-// The server, as this page sees it: models, its inner state, and answers as they are made. What goes wrong
-// becomes an error in words that can be shown as they are.
+// Requests to the server: its models, its state, and answers as they are streamed. Every failure becomes an
+// ApiError, whose message is shown to the user.
 
-/** The server said no, or could not be asked. */
-export class Refusal extends Error {}
+/** The server refused a request or could not be reached. */
+export class ApiError extends Error {}
 
 /** The registered models. */
 export async function models() {
-  return (await (await reached("v1/models")).json()).data;
+  return (await (await request("v1/models")).json()).data;
 }
 
-/** Pages, queue and batch at this moment. */
+/** The cache pages, queue and batch of every model now. */
 export async function state(signal) {
-  return (await reached("v1/internal/state", { signal })).json();
+  return (await request("v1/internal/state", { signal })).json();
 }
 
-/** The events of an answer, one by one, until it is whole. */
-export async function* answer(body, signal) {
-  const reply = await reached("v1/chat/completions", {
+/** The events of a streamed answer, until it is complete. */
+export async function* streamAnswer(body, signal) {
+  const reply = await request("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
@@ -25,38 +25,38 @@ export async function* answer(body, signal) {
   for await (const data of events(reply.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new Refusal(event.error.message);
+    if (event.error) throw new ApiError(event.error.message);
     yield event;
   }
-  throw new Refusal("The answer broke off: the connection to the server was lost.");
+  throw new ApiError("The answer broke off: the connection to the server was lost.");
 }
 
-async function reached(path, options = {}) {
+async function request(path, options = {}) {
   let reply;
   try {
     reply = await fetch(path, { credentials: "same-origin", cache: "no-store", ...options });
   } catch (error) {
-    throw readable(error);
+    throw toApiError(error);
   }
   if (reply.ok) return reply;
-  throw new Refusal(await wordsOf(reply));
+  throw new ApiError(await errorMessage(reply));
 }
 
-async function wordsOf(reply) {
+async function errorMessage(reply) {
   if (reply.status === 401) return "The server wants a key. Reload the page and give it as the password.";
-  let words = `The server answered ${reply.status} ${reply.statusText}.`;
+  let message = `The server answered ${reply.status} ${reply.statusText}.`;
   try {
-    words = (await reply.json()).error.message;
+    message = (await reply.json()).error.message;
   } catch {
-    // A proxy in between has answered; its status is all there is to say.
+    // The reply is a proxy's, which has no error object.
   }
   const wait = reply.headers.get("Retry-After");
-  return wait ? `${words} It asks to wait ${wait} s.` : words;
+  return wait ? `${message} It asks to wait ${wait} s.` : message;
 }
 
-function readable(error) {
+function toApiError(error) {
   if (error.name === "AbortError") return error;
-  return new Refusal("The server cannot be reached. Is it still running?");
+  return new ApiError("The server cannot be reached. Is it still running?");
 }
 
 /** The data of server-sent events, however the network cuts them. */
@@ -65,7 +65,7 @@ async function* events(stream) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read().catch((error) => Promise.reject(readable(error)));
+      const { value, done } = await reader.read().catch((error) => Promise.reject(toApiError(error)));
       if (done) return;
       const lines = (rest + value).split("\n");
       rest = lines.pop();

@@ -2,12 +2,12 @@
 
 import { el, iconButton } from "./dom.js";
 
-/** `acts` has: open(id), renamed(chat), removed(chat). */
+/** `actions` has: open(id), renamed(chat), removed(chat). */
 export class Chats {
-  constructor(list, filter, store, acts) {
-    [this.list, this.filter, this.store, this.acts] = [list, filter, store, acts];
+  constructor(list, filter, store, actions) {
+    [this.list, this.filter, this.store, this.actions] = [list, filter, store, actions];
     filter.addEventListener("input", () => this.draw(this.current));
-    list.parentElement.addEventListener("keydown", (event) => this.walk(event));
+    list.parentElement.addEventListener("keydown", (event) => this.moveFocus(event));
   }
 
   /** Show the list; the one with this id is open. */
@@ -25,12 +25,12 @@ export class Chats {
     const here = chat.id === this.current;
     const name = chat.title || "New chat";
     const facts = { type: "button", class: "name", title: name, "aria-current": here && "true" };
-    const open = el("button", { ...facts, onclick: () => this.acts.open(chat.id) }, name);
+    const open = el("button", { ...facts, onclick: () => this.actions.open(chat.id) }, name);
     const row = el("li", { class: here ? "here" : null, "data-id": chat.id }, open);
     open.addEventListener("dblclick", () => this.rename(row, chat));
     row.append(
       iconButton("edit", `Rename ${name}`, () => this.rename(row, chat)),
-      iconButton("bin", `Delete ${name}`, () => this.acts.removed(chat)),
+      iconButton("bin", `Delete ${name}`, () => this.actions.removed(chat)),
     );
     return row;
   }
@@ -44,7 +44,7 @@ export class Chats {
       over = true;
       if (keep && input.value.trim()) {
         chat.title = input.value.trim();
-        this.acts.renamed(chat);
+        this.actions.renamed(chat);
       }
       this.draw(this.current);
       this.list.querySelector(`[data-id="${CSS.escape(chat.id)}"] .name`)?.focus();
@@ -59,7 +59,7 @@ export class Chats {
   }
 
   /** Arrows go from one conversation to the next. */
-  walk(event) {
+  moveFocus(event) {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!step) return;
     const stops = [this.filter, ...this.list.querySelectorAll(".name")];

@@ -1,9 +1,9 @@
-// A live view of the server: pages of the cache, the batch and the queue. It asks only while it can be seen.
+// A live view of the server: pages of the cache, the batch and the queue. It polls only while it is visible.
 
 import { state } from "./api.js";
 import { el } from "./dom.js";
 
-const EVERY = 700; // milliseconds
+const POLL_MILLISECONDS = 700;
 const KINDS = { shared: "shared", used: "in use", kept: "kept", empty: "empty" };
 
 /** The view inside an element; `start` and `stop` as it is opened and closed. */
@@ -37,7 +37,7 @@ export class Live {
       this.words.textContent = error.message;
     }
     clearTimeout(this.timer);
-    if (this.open && !document.hidden) this.timer = setTimeout(() => this.poll(), EVERY);
+    if (this.open && !document.hidden) this.timer = setTimeout(() => this.poll(), POLL_MILLISECONDS);
   }
 
   draw({ models, requests }) {
@@ -68,26 +68,26 @@ class ModelView {
   }
 
   draw({ pages, batch, queue, max_batch_size: most }, colour) {
-    const kinds = pages.rows.map((rows, at) => kindOf(rows, pages.users[at]));
+    const kinds = pages.rows.map((rows, at) => pageKind(rows, pages.users[at]));
     const count = (...wanted) => kinds.filter((kind) => wanted.includes(kind)).length;
     const [used, spare] = [count("used", "shared"), count("kept")];
     const words = `${used} of ${pages.total} pages in use, ${spare} kept for reuse · ${pages.size} tokens each`;
     this.pages.textContent = words;
     this.canvas.setAttribute("aria-label", words);
-    paint(this.canvas, kinds, pages, colour);
+    paintPages(this.canvas, kinds, pages, colour);
     this.batched.textContent = `Batch · ${batch.length}${most ? ` of ${most}` : ""}`;
     this.queued.textContent = `Queue · ${queue.length}`;
-    this.batch.replaceChildren(...batch.map(running));
-    this.queue.replaceChildren(...queue.map(waiting));
+    this.batch.replaceChildren(...batch.map(runningJob));
+    this.queue.replaceChildren(...queue.map(waitingJob));
   }
 }
 
-function kindOf(rows, users) {
+function pageKind(rows, users) {
   return users > 1 ? "shared" : users ? "used" : rows ? "kept" : "empty";
 }
 
 /** One square for each page, filled as far as it holds tokens; smaller ones where there are many. */
-function paint(canvas, kinds, { rows, size }, colour) {
+function paintPages(canvas, kinds, { rows, size }, colour) {
   const width = canvas.clientWidth || 280;
   const step = Math.max(3, Math.min(16, Math.floor(Math.sqrt((width * 220) / Math.max(1, kinds.length)))));
   const columns = Math.max(1, Math.floor(width / step));
@@ -109,18 +109,18 @@ function paint(canvas, kinds, { rows, size }, colour) {
   });
 }
 
-function running(job) {
+function runningJob(job) {
   const reading = job.new_tokens === 0 && job.read_tokens < job.prompt_tokens;
   const [value, max] = reading ? [job.read_tokens, job.prompt_tokens] : [job.new_tokens, job.max_new_tokens];
   const progress = el("progress", { value, max: Math.max(1, max), "aria-label": `Job ${job.job}` });
-  return el("li", {}, named(job), el("small", {}, reading ? "reading" : `${value} of ${max}`), progress);
+  return el("li", {}, jobLabel(job), el("small", {}, reading ? "reading" : `${value} of ${max}`), progress);
 }
 
-function waiting(job) {
-  return el("li", {}, named(job), el("small", {}, `${job.queue_seconds.toFixed(1)} s`));
+function waitingJob(job) {
+  return el("li", {}, jobLabel(job), el("small", {}, `${job.queue_seconds.toFixed(1)} s`));
 }
 
-function named({ job, prompt_tokens: prompt, cached_tokens: cached }) {
+function jobLabel({ job, prompt_tokens: prompt, cached_tokens: cached }) {
   return el("span", {}, `#${job}`, el("small", {}, `prompt ${prompt}${cached ? `, ${cached} cached` : ""}`));
 }
 

@@ -1,7 +1,7 @@
-// The page: joins storage, server and views. It owns what is open and which answers are being written; several
-// may be at once, each in a conversation of its own.
+// The page: connects the store, the server and the views. It has the open conversation and the answers that are being
+// written; several may be at once, each in a conversation of its own.
 
-import { answer, models } from "./api.js";
+import { models, streamAnswer } from "./api.js";
 import { Chats } from "./chats.js";
 import { el } from "./dom.js";
 import { Live } from "./live.js";
@@ -28,7 +28,7 @@ const chats = new Chats($("list"), $("filter"), store, { open, renamed, removed:
 function open(id, focus = true) {
   chat = store.chats.get(id) ?? newChat($("system").value);
   draw();
-  if (NARROW.matches) drawer("chats", false);
+  if (NARROW.matches) toggleDrawer("chats", false);
   if (focus) $("draft").focus();
 }
 
@@ -87,10 +87,10 @@ function regenerate(place) {
   run(parent, error && !text ? place : null); // an answer that never began is no variant worth keeping
 }
 
-/** Write an answer to a message, in a new place or instead of one. */
-async function run(parent, instead = null) {
+/** Have an answer to a message written, as a new message or in the place `replaced` of an earlier one. */
+async function run(parent, replaced = null) {
   const message = { role: "assistant", text: "", parent, thought: "", error: "", facts: [] };
-  const place = instead ?? addMessage(chat, message);
+  const place = replaced ?? addMessage(chat, message);
   chat.messages[place] = message;
   chat.at = place;
   const current = { chat, place, message, control: new AbortController(), pieces: 0, first: 0, saved: Date.now() };
@@ -98,33 +98,33 @@ async function run(parent, instead = null) {
   chat.updated = Date.now();
   save(chat);
   draw();
-  say("Answering.");
+  announce("Answering.");
   let end = null;
   try {
-    for await (const event of answer(request(current), current.control.signal)) {
+    for await (const event of streamAnswer(requestBody(current), current.control.signal)) {
       end = event.usage ? event : end;
-      grown(current, event.choices[0]);
+      applyEvent(current, event.choices[0]);
     }
-    say("The answer is complete.");
+    announce("The answer is complete.");
   } catch (error) {
     if (error.name !== "AbortError") {
       message.error = error.message;
-      say(`The answer failed. ${error.message}`);
-    } else say("Stopped.");
+      announce(`The answer failed. ${error.message}`);
+    } else announce("Stopped.");
   }
-  message.facts = factsOf(current, end);
+  message.facts = summaryOf(current, end);
   finish(current);
 }
 
-function request({ chat: asked, message }) {
+function requestBody({ chat: asked, message }) {
   const said = pathTo(asked, message.parent).map((place) => asked.messages[place]);
   const messages = said.map(({ role, text }) => ({ role, content: text }));
   if (asked.system.trim()) messages.unshift({ role: "system", content: asked.system });
   const model = $("model").value;
-  return { ...settings.body(), ...(model && { model }), messages };
+  return { ...settings.requestFields(), ...(model && { model }), messages };
 }
 
-function grown(current, choice) {
+function applyEvent(current, choice) {
   if (!choice) return;
   const { content = "", reasoning_content: thought = "" } = choice.delta;
   const { message } = current;
@@ -163,7 +163,7 @@ function speed({ pieces, first }) {
   return pieces > 3 && seconds > 0.2 ? [`≈ ${((pieces - 1) / seconds).toFixed(1)} tokens/s`] : [];
 }
 
-function factsOf(current, end) {
+function summaryOf(current, end) {
   const facts = end ? [] : speed(current);
   if (end) {
     const { usage, timings } = end;
@@ -192,7 +192,7 @@ function showRunning() {
 
 // ---- the rest of the page
 
-function say(words) {
+function announce(words) {
   $("status").textContent = words;
 }
 
@@ -204,10 +204,10 @@ function notice(words, action, act) {
 }
 
 function keepSettings() {
-  store.saveSettings({ ...settings.kept(), model: $("model").value, system: $("system").value });
+  store.saveSettings({ ...settings.toStorage(), model: $("model").value, system: $("system").value });
 }
 
-function drawer(name, wanted) {
+function toggleDrawer(name, wanted) {
   const now = document.body.classList.toggle(`${name}-open`, wanted);
   $("open-chats").ariaExpanded = document.body.classList.contains("chats-open");
   $("main").inert = NARROW.matches && now;
@@ -216,19 +216,19 @@ function drawer(name, wanted) {
 /** Close what lies over the conversation; whether there was anything. */
 function closeDrawers() {
   if (!$("main").inert) return false;
-  drawer("chats", false);
-  panel("");
+  toggleDrawer("chats", false);
+  showPanel("");
   return true;
 }
 
 /** Show one side of the panel; the same again, or none, closes it. */
-function panel(side) {
+function showPanel(side) {
   const wanted = side && $(side).hidden ? side : "";
   for (const one of ["setup", "live"]) {
     $(one).hidden = one !== wanted;
     $(`open-${one}`).ariaExpanded = one === wanted;
   }
-  drawer("panel", wanted !== "");
+  toggleDrawer("panel", wanted !== "");
   if (wanted === "live") live.start();
   else live.stop();
   if (NARROW.matches && wanted) $("close-panel").focus();
@@ -271,7 +271,7 @@ async function importAll(event) {
   chats.draw(chat.id);
 }
 
-function submit(event) {
+function onSubmit(event) {
   event.preventDefault();
   if (runs.has(chat.id)) return stopShown();
   const text = $("draft").value;
@@ -286,45 +286,45 @@ function stopShown() {
 }
 
 function findChats() {
-  drawer("chats", true);
+  toggleDrawer("chats", true);
   $("filter").focus();
   $("filter").select();
 }
 
-function escape() {
+function onEscape() {
   if (closeDrawers()) return;
   if (runs.has(chat.id)) stopShown();
   else $("draft").focus();
 }
 
-function key(event) {
+function onKeydown(event) {
   const typing = event.target.closest?.("input, textarea, select");
   if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "k") findChats();
-  else if (event.key === "Escape") escape();
+  else if (event.key === "Escape") onEscape();
   else if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey) $("draft").focus();
   else return;
   event.preventDefault();
 }
 
-function listen() {
-  document.addEventListener("keydown", key);
-  $("composer").addEventListener("submit", submit);
+function addListeners() {
+  document.addEventListener("keydown", onKeydown);
+  $("composer").addEventListener("submit", onSubmit);
   $("draft").addEventListener("input", () => grow($("draft")));
   $("draft").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     if (runs.has(chat.id)) event.preventDefault(); // what is typed ahead waits; Esc and the button stop
-    else submit(event);
+    else onSubmit(event);
   });
   const clicks = {
     new: () => open(null),
     "open-chats": () => {
-      drawer("chats");
+      toggleDrawer("chats");
       if (NARROW.matches) $("close-chats").focus();
     },
-    "close-chats": () => drawer("chats"),
-    "open-setup": () => panel("setup"),
-    "open-live": () => panel("live"),
-    "close-panel": () => panel(""),
+    "close-chats": () => toggleDrawer("chats"),
+    "open-setup": () => showPanel("setup"),
+    "open-live": () => showPanel("live"),
+    "close-panel": () => showPanel(""),
     scrim: closeDrawers,
     theme: turnTheme,
     export: exportAll,
@@ -345,9 +345,9 @@ function listen() {
   });
 }
 
-listen();
-drawer("chats", !NARROW.matches);
-NARROW.addEventListener("change", () => drawer("chats", !NARROW.matches));
+addListeners();
+toggleDrawer("chats", !NARROW.matches);
+NARROW.addEventListener("change", () => toggleDrawer("chats", !NARROW.matches));
 draw();
 listModels();
 if (store.unreadable) notice(`${store.unreadable} of the conversations kept here cannot be read, and were left alone.`);

@@ -94,24 +94,24 @@ function build(tokens) {
   const open = [top];
   for (const token of tokens) {
     const parent = open.at(-1);
-    if (token.nesting === 1) open.push(opened(token, parent));
+    if (token.nesting === 1) open.push(openElement(token, parent));
     else if (token.nesting === -1) {
       const { parts, close } = open.pop();
       for (const part of close(parts)) open.at(-1).parts.push(part);
-    } else for (const part of leaf(token, parent)) parent.parts.push(part);
+    } else for (const part of leafNodes(token, parent)) parent.parts.push(part);
   }
   return top.parts;
 }
 
 /** An element whose content follows: `close` makes nodes of that. */
-function opened(token, parent) {
+function openElement(token, parent) {
   const frame = (close, more = {}) => ({ parts: [], close, ...more });
   const simple = (tag, attributes) => frame((parts) => [el(tag, attributes, parts)]);
   switch (token.type) {
     case "heading_open":
       return simple(`h${Math.min(6, Number(token.tag[1]) + 2)}`); // the page has h1 and h2
     case "paragraph_open": // the first one of an item stands beside its marker
-      return parent.item && !parent.parts.length ? frame(ticked) : simple("p");
+      return parent.item && !parent.parts.length ? frame(withCheckbox) : simple("p");
     case "list_item_open":
       return frame((parts) => [el("li", {}, parts)], { item: true });
     case "ordered_list_open":
@@ -132,7 +132,7 @@ function opened(token, parent) {
   }
 }
 
-function leaf(token, parent) {
+function leafNodes(token, parent) {
   switch (token.type) {
     case "inline":
       return build(token.children);
@@ -161,7 +161,7 @@ function leaf(token, parent) {
 }
 
 /** A box to tick is shown, not offered. */
-function ticked(parts) {
+function withCheckbox(parts) {
   const task = typeof parts[0] === "string" && /^\[([ xX])\] /.exec(parts[0]);
   return task ? [(task[1] === " " ? "☐ " : "☑ ") + parts[0].slice(4), ...parts.slice(1)] : parts;
 }

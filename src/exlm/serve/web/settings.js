@@ -1,37 +1,36 @@
-// The sampler panel: numbers that go along with a request. An empty box sends nothing, and the server's own
-// setting holds.
+// The sampler panel: the numbers sent with a request. An empty box sends nothing: the server's setting applies.
 
 import { el } from "./dom.js";
 import { SAMPLER_SETTINGS } from "./sampler_settings.js";
 
-const MANY = 2 ** 31 - 1;
+const MAX_INT32 = 2 ** 31 - 1;
 const FIELDS = [
   ...SAMPLER_SETTINGS.filter(({ more }) => !more),
-  { name: "max_tokens", label: "Longest answer", min: 1, max: MANY, whole: true, hint: "in tokens" },
+  { name: "max_tokens", label: "Longest answer", min: 1, max: MAX_INT32, whole: true, hint: "in tokens" },
   { name: "seed", label: "Seed", min: 0, max: Number.MAX_SAFE_INTEGER, whole: true, hint: "same seed, same answer" },
 ];
 const MORE = SAMPLER_SETTINGS.filter(({ more }) => more);
 
-/** The panel's fields in a form; `changed` is told of every change. */
+/** The panel's fields in a form; `onChange` is called after every change. */
 export class Settings {
-  constructor(form, values, changed) {
+  constructor(form, values, onChange) {
     this.values = {};
     for (const field of [...FIELDS, ...MORE]) {
       if (valid(field, values[field.name])) this.values[field.name] = values[field.name];
     }
     this.stop = typeof values.stop === "string" ? values.stop : "";
-    const plain = FIELDS.map((field) => this.box(field, changed));
-    const further = MORE.map((field) => this.box(field, changed));
+    const plain = FIELDS.map((field) => this.numberRow(field, onChange));
+    const further = MORE.map((field) => this.numberRow(field, onChange));
     this.boxes = [...plain, ...further];
     const facts = { id: "set-stop", rows: "2", spellcheck: "false", "aria-describedby": "set-stop-hint" };
     this.stops = el("textarea", facts);
     this.stops.value = this.stop;
     this.stops.addEventListener("input", () => {
       this.stop = this.stops.value;
-      changed();
+      onChange();
     });
     const hint = el("small", { id: "set-stop-hint" }, "one a line; \\n is a line's end");
-    const reset = el("button", { type: "button", onclick: () => this.reset(changed) }, "Use the server's settings");
+    const reset = el("button", { type: "button", onclick: () => this.reset(onChange) }, "Use the server's settings");
     const label = el("label", { for: "set-stop" }, "Stop at");
     const stops = el("div", { class: "tall" }, label, hint, this.stops);
     const more = el("details", {}, el("summary", {}, "More"), ...further.map((box) => box.row));
@@ -39,30 +38,30 @@ export class Settings {
     form.append(...plain.map((box) => box.row), stops, more, reset);
   }
 
-  /** What a request says. */
-  body() {
+  /** The fields of a request. */
+  requestFields() {
     const stop = this.stop.split("\n").filter(Boolean);
     const fields = { ...this.values };
     if (stop.length) fields.stop = stop.map((line) => line.replaceAll("\\n", "\n"));
     return fields;
   }
 
-  /** What is kept in the browser. */
-  kept() {
+  /** What the browser stores. */
+  toStorage() {
     return { ...this.values, stop: this.stop };
   }
 
-  reset(changed) {
+  reset(onChange) {
     this.values = {};
     this.stops.value = this.stop = "";
     for (const { input } of this.boxes) {
       input.value = "";
       input.removeAttribute("aria-invalid");
     }
-    changed();
+    onChange();
   }
 
-  box(field, changed) {
+  numberRow(field, onChange) {
     const { name, label, min, max, hint } = field;
     const id = `set-${name}`;
     const facts = { id, type: "number", inputmode: "decimal", min, max, step: "any", placeholder: "default" };
@@ -74,7 +73,7 @@ export class Settings {
       input.setAttribute("aria-invalid", String(!good));
       if (value === null || !good) delete this.values[name];
       else this.values[name] = value;
-      changed();
+      onChange();
     });
     const words = el("div", {}, el("label", { for: id }, label), el("small", { id: `${id}-hint` }, hint));
     return { input, row: el("div", { class: "wide" }, words, input) };

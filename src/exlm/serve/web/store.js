@@ -57,7 +57,7 @@ export class Store {
   changed(key) {
     if (!key?.startsWith(CHAT)) return null;
     const [id, text] = [key.slice(CHAT.length), this.box.getItem(key)];
-    const chat = text === null ? null : checked(parsed(text));
+    const chat = text === null ? null : validChat(parseJson(text));
     if (chat?.id === id) this.chats.set(id, chat);
     else this.chats.delete(id);
     if (text !== null && chat?.id !== id) this.unreadable += 1; // left where it is: it may be of a later version
@@ -87,7 +87,7 @@ export class Store {
 
   /** The settings kept, or none. */
   settings() {
-    const found = parsed(this.box.getItem(SETTINGS) ?? "{}");
+    const found = parseJson(this.box.getItem(SETTINGS) ?? "{}");
     return found && typeof found === "object" && !Array.isArray(found) ? found : {};
   }
 
@@ -102,8 +102,8 @@ export class Store {
 
   /** Add the conversations of a file that was exported; how many could be kept, and how many there were. */
   imported(text) {
-    const found = parsed(text);
-    const chats = (Array.isArray(found?.chats) ? found.chats : []).map(checked).filter(Boolean);
+    const found = parseJson(text);
+    const chats = (Array.isArray(found?.chats) ? found.chats : []).map(validChat).filter(Boolean);
     const own = (chat) => (this.chats.has(chat.id) ? { ...chat, id: newChat().id } : chat);
     return [chats.filter((chat) => this.save(own(chat))).length, chats.length];
   }
@@ -133,7 +133,7 @@ function storage() {
   }
 }
 
-function parsed(text) {
+function parseJson(text) {
   try {
     return JSON.parse(text);
   } catch {
@@ -142,23 +142,23 @@ function parsed(text) {
 }
 
 /** A conversation with nothing in it but what one has; null for what is none. */
-function checked(found) {
+function validChat(found) {
   if (typeof found?.id !== "string" || !found.id || !Array.isArray(found.messages)) return null;
-  const messages = found.messages.map(checkedMessage);
+  const messages = found.messages.map(validMessage);
   if (messages.includes(null)) return null;
   const at = Number.isInteger(found.at) && found.at in messages ? found.at : messages.length - 1;
   const updated = Number.isFinite(found.updated) ? found.updated : 0;
-  return { id: found.id, title: words(found.title), system: words(found.system), updated, messages, at };
+  return { id: found.id, title: stringOrEmpty(found.title), system: stringOrEmpty(found.system), updated, messages, at };
 }
 
-function checkedMessage(found, place) {
+function validMessage(found, place) {
   if (!ROLES.includes(found?.role) || typeof found.text !== "string") return null;
   const { role, text, parent } = found;
   if (!Number.isInteger(parent) || parent < -1 || parent >= place) return null;
   const facts = Array.isArray(found.facts) ? found.facts.filter((fact) => typeof fact === "string") : [];
-  return { role, text, parent, thought: words(found.thought), error: words(found.error), facts };
+  return { role, text, parent, thought: stringOrEmpty(found.thought), error: stringOrEmpty(found.error), facts };
 }
 
-function words(value) {
+function stringOrEmpty(value) {
   return typeof value === "string" ? value : "";
 }

@@ -1,5 +1,5 @@
-// The messages of one conversation, as shown. It draws what it is given and reports what is clicked; what then
-// happens, and the messages themselves, belong to others.
+// The view of one conversation's messages. It draws a conversation and calls `actions` for what is clicked; main.js
+// owns the messages and changes them.
 
 import { copy, el, iconButton } from "./dom.js";
 import { MarkdownStream } from "./markdown.js";
@@ -7,10 +7,10 @@ import { pathTo, variants } from "./store.js";
 
 const NEAR = 80; // pixels from the end within which the view follows a growing answer
 
-/** The list of messages. `acts` has: regenerate(place), edit(place, text), show(place). */
+/** The list of messages. `actions` has: regenerate(place), edit(place, text), show(place). */
 export class Thread {
-  constructor(list, scroller, acts) {
-    [this.list, this.scroller, this.acts] = [list, scroller, acts];
+  constructor(list, scroller, actions) {
+    [this.list, this.scroller, this.actions] = [list, scroller, actions];
     this.shown = new Map(); // by place: what can grow
   }
 
@@ -46,13 +46,13 @@ export class Thread {
 
   item(place, growing) {
     const message = this.chat.messages[place];
-    const mine = message.role === "user";
-    const body = el("div", { class: mine ? "said" : "markdown" });
+    const isUser = message.role === "user";
+    const body = el("div", { class: isUser ? "said" : "markdown" });
     const node = el("li", { class: `message ${message.role}`, "data-place": place, "aria-busy": growing && "true" });
     const entry = { node, body, stream: new MarkdownStream(body), facts: el("span", { class: "facts" }) };
     this.shown.set(place, entry);
-    node.append(el("h2", { class: "hidden" }, mine ? "You" : "Answer"), body);
-    if (mine) body.textContent = message.text;
+    node.append(el("h2", { class: "hidden" }, isUser ? "You" : "Answer"), body);
+    if (isUser) body.textContent = message.text;
     else this.fill(entry, message, growing);
     node.append(growing ? el("footer", {}, entry.facts) : this.footer(place, message, entry));
     return node;
@@ -75,16 +75,16 @@ export class Thread {
   }
 
   failure(words, place) {
-    const again = el("button", { type: "button", onclick: () => this.acts.regenerate(place) }, "Try again");
+    const again = el("button", { type: "button", onclick: () => this.actions.regenerate(place) }, "Try again");
     return el("div", { class: "failure" }, el("p", {}, words), again);
   }
 
   footer(place, message, entry) {
-    const mine = message.role === "user";
+    const isUser = message.role === "user";
     const button = iconButton("copy", "Copy", () => copy(message.text, button));
-    const again = mine
+    const again = isUser
       ? iconButton("edit", "Edit, and go on from here", () => this.edit(place, entry))
-      : iconButton("again", "Answer again", () => this.acts.regenerate(place));
+      : iconButton("again", "Answer again", () => this.actions.regenerate(place));
     return el("footer", {}, this.branches(place), button, again, entry.facts);
   }
 
@@ -93,7 +93,7 @@ export class Thread {
     if (all.length < 2) return [];
     const at = all.indexOf(place);
     const turn = (name, label, to) => {
-      const button = iconButton(name, label, () => this.acts.show(all[to]));
+      const button = iconButton(name, label, () => this.actions.show(all[to]));
       button.disabled = !(to in all);
       return button;
     };
@@ -112,7 +112,7 @@ export class Thread {
     };
     const submit = (event) => {
       event?.preventDefault();
-      if (area.value.trim()) this.acts.edit(place, area.value);
+      if (area.value.trim()) this.actions.edit(place, area.value);
     };
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") cancel();
