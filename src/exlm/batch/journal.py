@@ -41,8 +41,8 @@ class Journal:
         """Offset and length of each done row's response in the file."""
         self._handle = _open_locked(path)
         try:
-            self.created = self._begin({**identity, "rows": rows}, created)
-            self._end = self._recover(rows)
+            self.created, header_bytes = self._begin({**identity, "rows": rows}, created)
+            self._end = self._recover(header_bytes, rows)
         except BaseException:
             self.close()
             raise
@@ -85,16 +85,15 @@ class Journal:
         self.close()
         self.path.unlink(missing_ok=True)
 
-    def _begin(self, identity: dict[str, Any], created: int) -> int:
-        """Check the header or write it; returns when the journal was created."""
+    def _begin(self, identity: dict[str, Any], created: int) -> tuple[int, int]:
+        """Check the header or write it; returns when the journal was created, and the header's length."""
         with open(os.dup(self._handle), "rb") as file:
             file.seek(0)
             first, more = file.readline(), file.read(1)
         header = _header(first)
         torn = not first.endswith(b"\n") and MAGIC.startswith(first[: len(MAGIC)])
         if torn or (header is not None and not more):  # no row is done yet: write a new header
-            self._end = self._write_header({**identity, "created": created})
-            return created
+            return created, self._write_header({**identity, "created": created})
         if header is None:
             raise JournalError(f"{self.path} is no journal of a batch: move it away.")
         if changed := [name for name in identity if header.get(name) != identity[name]]:
@@ -103,8 +102,7 @@ class Journal:
                 f"{self.path} was begun with something else: {changes}. Run it as before to finish it, or "
                 "delete it to start over."
             )
-        self._end = len(first)
-        return int(header["created"])
+        return int(header["created"]), len(first)
 
     def _write_header(self, identity: dict[str, Any]) -> int:
         line = MAGIC + json.dumps(identity).encode("ascii") + b"\n"
@@ -117,12 +115,12 @@ class Journal:
             raise write_error(self.path, error) from None
         return len(line)
 
-    def _recover(self, rows: int) -> int:
-        """Find the valid records and truncate the rest; returns where the file now ends."""
+    def _recover(self, header_bytes: int, rows: int) -> int:
+        """Find the valid records after the header and truncate the rest; returns where the file now ends."""
         with open(os.dup(self._handle), "rb") as file:
-            offset = file.seek(self._end)
+            offset = file.seek(header_bytes)
             for line in file:
-                row = _row(line)
+                row = _row_of_record(line)
                 if row is None or row >= rows:
                     break
                 length = len(line) - len(b"%08x %d \n" % (0, row))
@@ -133,14 +131,12 @@ class Journal:
 
 
 def write_error(path: Path, error: OSError, more: str = "") -> JournalError:
-    """A JournalError for a failed write."""
     if error.errno in DISK_FULL:
         return JournalError(f"There is no room to write {path} ({error.strerror}).{more} Make room, run again.")
     return JournalError(f"{path} cannot be written: {error.strerror or error}.{more}")
 
 
 def _open_locked(path: Path) -> int:
-    """Open the file for reading and appending, and lock it."""
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | O_BINARY, 0o666)
@@ -175,7 +171,7 @@ def _header(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("created"), int) else None
 
 
-def _row(line: bytes) -> int | None:
+def _row_of_record(line: bytes) -> int | None:
     """The row of a valid record; None for anything else."""
     checksum, _, body = line.removesuffix(b"\n").partition(b" ")
     number, gap, _ = body.partition(b" ")

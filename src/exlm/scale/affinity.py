@@ -59,7 +59,6 @@ class PrefixAffinity:
         self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
 
     def __len__(self) -> int:
-        """The number of blocks in the table."""
         return len(self._holders)
 
     def rank(self, blocks: Sequence[bytes], loads: Mapping[str, int]) -> list[str]:
@@ -80,7 +79,6 @@ class PrefixAffinity:
         return sorted(loads, key=sort_key)
 
     def record(self, blocks: Iterable[bytes], replica: str) -> None:
-        """Record that a prompt was sent to a replica."""
         for block in blocks:
             self._holders.setdefault(block, set()).add(replica)
             self._holders.move_to_end(block)
@@ -88,7 +86,6 @@ class PrefixAffinity:
             self._holders.popitem(last=False)
 
     def retain(self, alive: Collection[str]) -> None:
-        """Drop replicas that are not in `alive`."""
         for block, holders in list(self._holders.items()):
             holders.intersection_update(alive)
             if not holders:

@@ -99,7 +99,6 @@ class ClusterConfig:
     """Seconds of a long queue before a replica is added; removing one takes ten times as long."""
 
     def __post_init__(self) -> None:
-        """Refuse contradictory numbers."""
         if not 1 <= self.least <= self.most:
             raise InputError(f"--replicas takes N or LEAST..MOST, from 1 up; found {self.least}..{self.most}.")
         if self.tensor_parallel > 1 and self.gpus and self.gpus != self.tensor_parallel:

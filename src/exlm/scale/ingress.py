@@ -39,7 +39,6 @@ class ReplicaRequest:
     body: bytes = b""
 
     def scope(self) -> dict[str, Any]:
-        """The request's ASGI scope."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -85,7 +84,6 @@ class Ingress:
         self._tenant_limit, self._tenants = tenant_requests, dict[str, FairLimiter]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that has passed the middleware."""
         state: dict[str, Any] = scope.get("state", {})
         tenant: str = state["caller"].salt if "caller" in state else ""
         body: RequestBody | None = state.get("body")
@@ -147,7 +145,6 @@ class _ResponseRelay:
         self.started = self.complete = False
 
     async def forward(self, messages: Sequence[Message]) -> None:
-        """Take more messages of the response."""
         for message in messages:
             if message["type"] == "http.response.start" and self._endpoint is not None:
                 content_type = dict(message["headers"]).get(b"content-type", b"")

@@ -45,7 +45,6 @@ def is_remote(path: str) -> bool:
 
 
 def exists(path: str) -> bool:
-    """Whether a file or object exists."""
     if not is_remote(path):
         return Path(path).exists()
     from pyarrow import fs

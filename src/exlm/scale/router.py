@@ -32,7 +32,6 @@ class PrefixRouter(RequestRouter):
         self.affinity.record(pending_request.kwargs.get("blocks", ()), replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Drop replicas that have been removed."""
         super().update_replicas(replicas)
         self.affinity.retain({replica.replica_id.unique_id for replica in replicas})
 

@@ -119,12 +119,14 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         large_bodies=large_bodies,
     )
     _add_error_handlers(app)
-    _add_generation_routes(app, handlers)
-    _add_tokenizer_routes(app, handlers)
+    _add_text_routes(app, handlers)
     _add_model_routes(app, engine)
-    _add_health_routes(app, engine, metrics, options)
-    _add_state_route(app, engine, handlers, options)
-    _add_docs_page(app)
+    _add_monitoring_routes(app, engine, handlers, options)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return Response(docs_page(app.openapi()), media_type="text/html", headers=STATIC_HEADERS)
+
     if (options.web / "index.html").is_file():
         app.mount("/", WebFiles(directory=options.web, html=True), name="web")
     return app
@@ -134,7 +136,6 @@ class WebFiles(StaticFiles):
     """Static files whose headers allow a page only its own scripts and its own server."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file with these headers and its content type."""
         if path == SAMPLER_SETTINGS_SCRIPT:
             response = Response(sampler_settings_script())
         else:
@@ -171,7 +172,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnected, send_nothing)
 
 
-def _add_generation_routes(app: FastAPI, handlers: RequestHandlers) -> None:
+def _add_text_routes(app: FastAPI, handlers: RequestHandlers) -> None:
     for endpoint in dialects.ENDPOINTS:
         app.add_api_route(
             endpoint.path,
@@ -192,8 +193,6 @@ def _add_generation_routes(app: FastAPI, handlers: RequestHandlers) -> None:
         await parse_body(request, EmbeddingsRequest)
         raise APIError(501, "Embeddings are not supported: the models served here generate text.")
 
-
-def _add_tokenizer_routes(app: FastAPI, handlers: RequestHandlers) -> None:
     app.post("/tokenize", response_model=TokenizeReply, openapi_extra=request_body_of(TokenizeRequest))(
         handlers.tokenize
     )
@@ -245,7 +244,7 @@ def _add_model_routes(app: FastAPI, engine: Engine) -> None:
         return JsonResponse(card(body.model))
 
 
-def _add_health_routes(app: FastAPI, engine: Engine, metrics: Metrics, options: Options) -> None:
+def _add_monitoring_routes(app: FastAPI, engine: Engine, handlers: RequestHandlers, options: Options) -> None:
     @app.get("/health/live", response_model=HealthReply)
     async def live() -> Response:
         """Whether the process answers at all; needs no key."""
@@ -261,23 +260,14 @@ def _add_health_routes(app: FastAPI, engine: Engine, metrics: Metrics, options: 
     @app.get("/metrics", response_class=Response)
     async def numbers() -> Response:
         """Metrics for Prometheus."""
-        return Response(metrics.text(), media_type=metrics.content_type)
+        return Response(handlers.metrics.text(), media_type=handlers.metrics.content_type)
 
-
-def _add_state_route(app: FastAPI, engine: Engine, handlers: RequestHandlers, options: Options) -> None:
     @app.get("/v1/internal/state", response_model=StateReply)
     async def state(request: Request) -> Response:
         """The current cache pages, queue and batch; if the server has keys, for admins."""
         if options.api_keys:
             _check_admin(request)
         return JsonResponse(engine_state(engine, handlers.limiter))
-
-
-def _add_docs_page(app: FastAPI) -> None:
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        """The API's description as a page for people."""
-        return Response(docs_page(app.openapi()), media_type="text/html", headers=STATIC_HEADERS)
 
 
 def _routing_error(request: Request) -> APIError:

@@ -53,20 +53,17 @@ class Activity:
         return self.clock() - self._last if self.pending_jobs else 0.0
 
     def job_queued(self, event: str) -> None:
-        """Count a new job."""
         if not self.pending_jobs:
             self._last = self.clock()
         self.pending_jobs += 1
         self.record(event)
 
     def job_ended(self, event: str) -> None:
-        """A job has finished, failed or been cancelled."""
         self.pending_jobs -= 1
         self._last = self.clock()
         self.record(event)
 
     def on_result(self, result: Mapping[str, Any]) -> None:
-        """Note a job's result."""
         self._last = self.clock()
         if result["stage"] == "streaming":
             self.tokens += 1
@@ -76,7 +73,6 @@ class Activity:
             self.record(f"job {result['serial']} started")
 
     def record(self, event: str) -> None:
-        """Keep an event for the watchdog's report."""
         self.events.append((time.time(), event))
 
 
@@ -109,7 +105,6 @@ class LoadedModel:
         return job
 
     def job_ended(self, job: AsyncJob) -> None:
-        """Record that a job has finished or failed."""
         self.activity.job_ended(f"{job.job!r} ended after {job.job.new_tokens} tokens")
 
     def cancel(self, job: AsyncJob) -> None:
@@ -232,7 +227,6 @@ class RequestStream:
         )
 
     def close(self) -> None:
-        """Cancel the jobs that still run."""
         for pump in self._pumps:
             pump.cancel()
         for job in self._running.values():
@@ -339,7 +333,6 @@ class Engine:
         return self.specs[name]
 
     async def _heartbeat(self) -> None:
-        """Record that the event loop runs, for the watchdog."""
         while True:
             self.last_heartbeat = self.clock()
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -350,7 +343,6 @@ def _unloaded_error(name: str) -> APIError:
 
 
 async def _ends_without_error(job: AsyncJob) -> bool:
-    """Whether a job ends without an error."""
     try:
         async for result in job:
             if result["stage"] == "streaming" and result["eos"]:

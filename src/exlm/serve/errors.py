@@ -47,7 +47,6 @@ class APIError(Exception):
 
     @property
     def body(self) -> ErrorReply:
-        """The response's body: the error object."""
         kind = ERROR_TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -80,7 +80,6 @@ class ModelInfo:
 
     @classmethod
     def from_generator(cls, name: str, generator: Generator, loras: Mapping[str, Any]) -> ModelInfo:
-        """A description of the model that a generator runs."""
         return cls(
             name=name,
             tokenizer=generator.tokenizer,
@@ -124,7 +123,6 @@ def to_generation_request(
 
 
 def _chat_generation_request(request: ChatRequest, model: ModelInfo, limits: Limits, salt: str) -> GenerationRequest:
-    """The request for `n` answers to one conversation."""
     if request.top_logprobs is not None and not request.logprobs:
         raise APIError(422, "top_logprobs needs logprobs: true.", param="top_logprobs")
     _check_text_count(request, request.n, limits)
@@ -161,7 +159,6 @@ def _chat_generation_request(request: ChatRequest, model: ModelInfo, limits: Lim
 def _completion_generation_request(
     request: CompletionRequest, model: ModelInfo, limits: Limits, salt: str
 ) -> GenerationRequest:
-    """The request for `n` continuations of each prompt."""
     if request.echo and request.logprobs is not None:
         raise APIError(400, "echo with logprobs is not supported: leave one of them out.", param="echo")
     given: Any = request.prompt
@@ -390,7 +387,6 @@ def _answer_or_call_filter(
 
 
 def _schema_filter(tokenizer: Tokenizer, schema: dict[str, Any], limits: Limits) -> Filter:
-    """A filter for JSON of this schema."""
     _check_grammar_size(json.dumps(schema), limits)
     return JsonSchemaFilter(tokenizer, schema)
 

@@ -58,7 +58,6 @@ async def parse_body(request: Request, kind: type[M]) -> M:
 
 
 def caller_of(request: Request) -> Caller:
-    """The authenticated client of a request."""
     caller: Caller = request.state.caller
     return caller
 
@@ -158,7 +157,6 @@ class RequestHandlers:
 
 
 async def _complete(writer: ResponseWriter, stream: RequestStream) -> Any:
-    """The complete response."""
     while not writer.done:
         writer.push(*await stream.next())
     return writer.body()
@@ -201,7 +199,6 @@ class EventStreamResponse(Response):
         self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events while listening for a disconnect."""
         try:
             with suppress(ClientDisconnected):
                 await cancel_on_disconnect(self._send(send), receive)

@@ -84,7 +84,6 @@ class FairLimiter:
         self._by_caller[caller] += count
 
     def release(self, caller: str = "", count: int = 1) -> None:
-        """Free what `acquire` reserved."""
         self.in_use -= count
         self._by_caller[caller] -= count
         self._by_caller += Counter()  # drops callers whose count is zero
@@ -140,7 +139,6 @@ class JsonLimits:
 
 
 def body_too_large(message: str) -> APIError:
-    """The refusal of a body."""
     return APIError(413, message, code="bodybody_too_large")
 
 

@@ -58,7 +58,6 @@ class ApiKeys:
                 self._callers.append((key.encode(), Caller(admin, salt)))
 
     def __len__(self) -> int:
-        """The number of keys."""
         return len(self._callers)
 
     def authenticate(self, headers: Mapping[bytes, bytes]) -> Caller | None:
@@ -192,7 +191,6 @@ class RequestMiddleware:
         self.large_bodies = large_bodies or large_body_thread()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request, and pass it on or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -61,7 +61,6 @@ class Metrics:
         self.registry.register(_EngineGauges(engine))
 
     def count_response(self, route: str, status: int) -> None:
-        """Count a response."""
         self.responses.labels(route, str(status)).inc()
 
     def observe_request(self, stream: RequestStream) -> None:
@@ -77,7 +76,6 @@ class Metrics:
             self.seconds.labels(model, phase).observe(max(of_texts))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -158,11 +156,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="exlm-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread."""
         self._stop.set()
         self._thread.join(timeout=5)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from .errors import to_api_error
 from .generation import FinishInfo, GenerationRequest, OutputDelta, SampledToken, make_output_parser
@@ -46,156 +46,6 @@ def response_writer(
     """The writer for a request made by `to_generation_request`."""
     writer = CompletionWriter if request.chat is None else ChatWriter
     return writer(request, unique_id, created)
-
-
-class _ChoiceState(Protocol):
-    """One text of a response while it is generated."""
-
-    finish: FinishInfo | None
-
-    def start(self) -> Any:
-        """The choice of the event that begins this text in a stream; None if there is no such event."""
-
-    def push(self, delta: OutputDelta) -> list[Any]:
-        """Add to the text; returns the choices of the events for it."""
-
-    def body(self) -> Any:
-        """The complete choice."""
-
-
-class _Writer:
-    """The parts that the writers of chats and of completions share."""
-
-    MEDIA_TYPE: ClassVar[str] = EVENT_STREAM
-    STREAM_END: ClassVar[bytes] = b"data: [DONE]\n\n"
-    KEEP_ALIVE: ClassVar[bytes] = b": waiting\n\n"  # a comment, which clients ignore
-    ID_PREFIX: ClassVar[str]
-
-    def __init__(self, request: GenerationRequest, unique_id: str | None = None, created: int | None = None) -> None:
-        """A random id and the current time are used unless given."""
-        self.request = request
-        self.id = self.ID_PREFIX + (unique_id or uuid.uuid4().hex)
-        self.created = int(time.time()) if created is None else created
-        self._choices = [self._new_choice(index) for index in range(len(request.job_arguments))]
-
-    @property
-    def done(self) -> bool:
-        """Whether every text has finished."""
-        return all(choice.finish is not None for choice in self._choices)
-
-    def start_events(self) -> list[Any]:
-        """The events that begin a stream."""
-        return [self._event([start]) for choice in self._choices if (start := choice.start())]
-
-    def push(self, index: int, delta: OutputDelta) -> list[Any]:
-        """Add to the text `index`; returns the events for it."""
-        return [self._event([choice]) for choice in self._choices[index].push(delta)]
-
-    def final_events(self) -> list[Any]:
-        """The event with the usage, if the request asks for it."""
-        if not self.request.include_usage:
-            return []
-        return [{**self._event([]), "usage": self.usage(), "timings": self.timings()}]
-
-    @staticmethod
-    def encode(event: Any) -> bytes:
-        """A server-sent event."""
-        return sse_event(event)
-
-    @staticmethod
-    def error_event(error: Exception) -> ErrorReply:
-        """The error object, as an event of its own."""
-        return to_api_error(error).body
-
-    def usage(self) -> Usage:
-        """Token counts; a prompt with several answers counts once."""
-        finished = [choice.finish for choice in self._choices if choice.finish is not None]
-        firsts = finished[:: self.request.n]
-        prompt, new = sum(one.prompt_tokens for one in firsts), sum(one.new_tokens for one in finished)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in firsts)},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": sum(one.accepted_draft_tokens for one in finished),
-                "rejected_prediction_tokens": sum(one.rejected_draft_tokens for one in finished),
-            },
-        }
-
-    def timings(self) -> Timings:
-        """Times of the slowest text, and tokens per second of all."""
-        finished = [choice.finish for choice in self._choices if choice.finish is not None]
-        queue, prompt, generation = (max((one.seconds[i] for one in finished), default=0.0) for i in range(3))
-        speed = sum(one.new_tokens for one in finished) / max(generation, 1e-9)
-        return {
-            "queue_seconds": round(queue, 6),
-            "prompt_seconds": round(prompt, 6),
-            "generation_seconds": round(generation, 6),
-            "tokens_per_second": round(speed, 3),
-        }
-
-    def _new_choice(self, index: int) -> _ChoiceState:
-        raise NotImplementedError
-
-    def _event(self, choices: list[Any]) -> Any:
-        raise NotImplementedError
-
-
-class ChatWriter(_Writer):
-    """Writes the response to a chat."""
-
-    ID_PREFIX = "chatcmpl-"
-
-    def body(self) -> ChatReply:
-        """The complete response."""
-        return {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.request.model,
-            "choices": [choice.body() for choice in self._choices],
-            "usage": self.usage(),
-            "timings": self.timings(),
-        }
-
-    def _new_choice(self, index: int) -> _ChoiceState:
-        return _ChatChoiceState(index, self.request)
-
-    def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        return {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.request.model,
-            "choices": choices,
-        }
-
-
-class CompletionWriter(_Writer):
-    """Writes the response to a completion."""
-
-    ID_PREFIX = "cmpl-"
-
-    def body(self) -> CompletionReply:
-        """The complete response."""
-        return {
-            **self._event([choice.body() for choice in self._choices]),
-            "usage": self.usage(),
-            "timings": self.timings(),
-        }
-
-    def _new_choice(self, index: int) -> _ChoiceState:
-        return _CompletionChoiceState(index, self.request)
-
-    def _event(self, choices: list[CompletionChoice]) -> CompletionReply:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.request.model,
-            "choices": choices,
-        }
 
 
 class _CompletionChoiceState:
@@ -327,6 +177,132 @@ class _ChatChoiceState:
             chunk["logprobs"] = _chat_logprobs(self._unsent_tokens)
             self._unsent_tokens = []
         return chunk
+
+
+class _Writer:
+    """The parts that the writers of chats and of completions share."""
+
+    MEDIA_TYPE: ClassVar[str] = EVENT_STREAM
+    STREAM_END: ClassVar[bytes] = b"data: [DONE]\n\n"
+    KEEP_ALIVE: ClassVar[bytes] = b": waiting\n\n"  # a comment, which clients ignore
+    ID_PREFIX: ClassVar[str]
+    CHOICE: ClassVar[type[_ChatChoiceState] | type[_CompletionChoiceState]]
+
+    def __init__(self, request: GenerationRequest, unique_id: str | None = None, created: int | None = None) -> None:
+        """A random id and the current time are used unless given."""
+        self.request = request
+        self.id = self.ID_PREFIX + (unique_id or uuid.uuid4().hex)
+        self.created = int(time.time()) if created is None else created
+        self._choices: list[Any] = [self.CHOICE(index, request) for index in range(len(request.job_arguments))]
+
+    @property
+    def done(self) -> bool:
+        return len(self._finished()) == len(self._choices)
+
+    def start_events(self) -> list[Any]:
+        return [self._event([start]) for choice in self._choices if (start := choice.start())]
+
+    def push(self, index: int, delta: OutputDelta) -> list[Any]:
+        return [self._event([choice]) for choice in self._choices[index].push(delta)]
+
+    def final_events(self) -> list[Any]:
+        """The event with the usage, if the request asks for it."""
+        if not self.request.include_usage:
+            return []
+        return [{**self._event([]), "usage": self.usage(), "timings": self.timings()}]
+
+    @staticmethod
+    def encode(event: Any) -> bytes:
+        return sse_event(event)
+
+    @staticmethod
+    def error_event(error: Exception) -> ErrorReply:
+        """The error object, as an event of its own."""
+        return to_api_error(error).body
+
+    def usage(self) -> Usage:
+        """Token counts; a prompt with several answers counts once."""
+        finished = self._finished()
+        firsts = finished[:: self.request.n]
+        prompt, new = sum(one.prompt_tokens for one in firsts), sum(one.new_tokens for one in finished)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in firsts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(one.accepted_draft_tokens for one in finished),
+                "rejected_prediction_tokens": sum(one.rejected_draft_tokens for one in finished),
+            },
+        }
+
+    def timings(self) -> Timings:
+        """Times of the slowest text, and tokens per second of all."""
+        finished = self._finished()
+        queue, prompt, generation = (max((one.seconds[i] for one in finished), default=0.0) for i in range(3))
+        speed = sum(one.new_tokens for one in finished) / max(generation, 1e-9)
+        return {
+            "queue_seconds": round(queue, 6),
+            "prompt_seconds": round(prompt, 6),
+            "generation_seconds": round(generation, 6),
+            "tokens_per_second": round(speed, 3),
+        }
+
+    def _finished(self) -> list[FinishInfo]:
+        return [choice.finish for choice in self._choices if choice.finish is not None]
+
+    def _event(self, choices: list[Any]) -> Any:
+        raise NotImplementedError
+
+
+class ChatWriter(_Writer):
+    """Writes the response to a chat."""
+
+    ID_PREFIX = "chatcmpl-"
+    CHOICE = _ChatChoiceState
+
+    def body(self) -> ChatReply:
+        return {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.request.model,
+            "choices": [choice.body() for choice in self._choices],
+            "usage": self.usage(),
+            "timings": self.timings(),
+        }
+
+    def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.request.model,
+            "choices": choices,
+        }
+
+
+class CompletionWriter(_Writer):
+    """Writes the response to a completion."""
+
+    ID_PREFIX = "cmpl-"
+    CHOICE = _CompletionChoiceState
+
+    def body(self) -> CompletionReply:
+        return {
+            **self._event([choice.body() for choice in self._choices]),
+            "usage": self.usage(),
+            "timings": self.timings(),
+        }
+
+    def _event(self, choices: list[CompletionChoice]) -> CompletionReply:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.request.model,
+            "choices": choices,
+        }
 
 
 def _top_logprobs_with_sampled(token: SampledToken) -> dict[str, float]:

@@ -52,18 +52,15 @@ PAGE_HEAD = """<!doctype html>
 
 
 def event_types() -> list[Any]:
-    """The types of all stream events."""
     return [*(endpoint.event_type for endpoint in dialects.ENDPOINTS), ErrorReply]
 
 
 def request_types() -> list[type[BaseModel]]:
-    """The schemas of all request bodies."""
     generating = [endpoint.request_type for endpoint in dialects.ENDPOINTS]
     return [*generating, DetokenizeRequest, EmbeddingsRequest, ModelRequest, TokenizeRequest]
 
 
 def request_body_of(kind: type[BaseModel]) -> dict[str, Any]:
-    """The description of a route's request body."""
     schema = {"$ref": SCHEMA_REF.format(model=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -84,7 +81,6 @@ class AppWithSchemas(FastAPI):
     """An application whose description includes the schemas of request bodies and stream events."""
 
     def openapi(self) -> dict[str, Any]:
-        """The description, which is made once."""
         if self.openapi_schema is None:
             schemas = super().openapi()["components"]["schemas"]
             for types, mode in ((event_types(), SERIALIZATION), (request_types(), VALIDATION)):

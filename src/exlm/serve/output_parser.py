@@ -17,7 +17,7 @@ import json
 import string
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from .tool_formats import ToolFormat
 
@@ -25,10 +25,25 @@ T = TypeVar("T")
 CharCoroutine: TypeAlias = Generator[None, str, T]
 """A coroutine that is sent one character at a time, and "" at the end of the text, until it returns a T."""
 
+REASONING_START, REASONING_END = "<think>", "</think>"
 END_OF_TEXT = ""
 NAME_CHARS = frozenset(string.ascii_letters + string.digits + "_.-")
 JSON_CHARS = frozenset(string.digits + string.whitespace + "{}[],:+-.eEtrufalsn")
 ARGUMENTS_KEYS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class ContentDelta:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """More of the reasoning before the answer."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,9 @@ class ToolCallArgsDelta:
     text: str
 
 
+ResponseEvent: TypeAlias = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArgsDelta
+
+
 class NotAToolCall(Exception):
     """The text is not a tool call, or a malformed one."""
 
@@ -59,7 +77,6 @@ class CharSource:
         self.record: list[str] = []
 
     def read(self) -> CharCoroutine[str]:
-        """The next character."""
         char = self._back.pop() if self._back else (yield)
         self.record.append(char)
         return char
@@ -71,7 +88,6 @@ class CharSource:
         del self.record[len(self.record) - len(pushed) :]
 
     def peek(self) -> CharCoroutine[str]:
-        """The next character, without reading it."""
         char = yield from self.read()
         self.put_back(char)
         return char
@@ -105,7 +121,7 @@ class ToolCallParser:
         tool_format: ToolFormat,
         names: frozenset[str],
         max_calls: int | None,
-        emit: Callable[[Any], None],
+        emit: Callable[[ResponseEvent], None],
     ) -> None:
         """Calls after the first `max_calls` are parsed but not emitted."""
         self.source, self.tool_format, self.names = source, tool_format, names
@@ -115,7 +131,6 @@ class ToolCallParser:
         """Whether the start of the current call was emitted, so that it cannot become text any more."""
 
     def calls(self, marked: bool) -> CharCoroutine[None]:
-        """Parse one call, or a list of calls."""
         self.committed = False
         first = yield from self.source.skip_whitespace()
         if first == "[" and (self.tool_format.is_list or self.tool_format.bare_json):
@@ -199,12 +214,10 @@ class ToolCallParser:
         return self.count - 1
 
     def emit_args(self, index: int, text: str) -> None:
-        """Emit more of a call's arguments."""
         if text and (self.max_calls is None or index < self.max_calls):
             self.emit(ToolCallArgsDelta(index, text))
 
     def arguments(self, index: int) -> CharCoroutine[None]:
-        """Parse and emit the arguments of a call that was started."""
         yield from self.argument_text(lambda text: self.emit_args(index, text))
 
     def argument_text(self, emit: Callable[[str], None]) -> CharCoroutine[None]:
@@ -263,26 +276,6 @@ def decode_json_string(raw: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-REASONING_START, REASONING_END = "<think>", "</think>"
-
-
-@dataclass(frozen=True)
-class ContentDelta:
-    """More of the answer's text."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ReasoningDelta:
-    """More of the reasoning before the answer."""
-
-    text: str
-
-
-ResponseEvent: TypeAlias = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArgsDelta
-
-
 class OutputParser:
     """Takes a model's text and gives response events.
 
@@ -312,11 +305,9 @@ class OutputParser:
 
     @property
     def calls(self) -> int:
-        """The number of tool calls so far."""
         return self._calls.count
 
     def feed(self, text: str) -> list[ResponseEvent]:
-        """The events of more text."""
         for char in text:
             self._coroutine.send(char)
         return self._take_events()

@@ -22,7 +22,6 @@ EVENT_STREAM = "text/event-stream"
 
 
 def sse_event(data: Any) -> bytes:
-    """One server-sent event with JSON data."""
     return b"data: " + json_bytes(data) + b"\n\n"
 
 
@@ -37,7 +36,6 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The response's body."""
         return json_bytes(content)
 
 

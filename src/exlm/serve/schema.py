@@ -49,7 +49,6 @@ class MaxItems:
     items: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Check the count, then validate the items."""
         inner: Any = handler(source)
         inner["max_length"] = self.items
         if inner["type"] == "list":
@@ -91,7 +90,6 @@ class StrictModel(BaseModel):
 
 @cache
 def _field_names(kind: type[BaseModel]) -> frozenset[str]:
-    """The names of a schema's fields in JSON."""
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
@@ -242,22 +240,6 @@ class BaseRequest(Sampling):
         return {name: value for name, value in given.items() if value not in no_ops.get(name, ())}
 
 
-class CompletionRequest(BaseRequest):
-    """`POST /v1/completions`."""
-
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1), MaxItems(1024)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1), MaxItems(1024)]
-    )
-    echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    add_bos: bool | None = None
-    encode_special_tokens: bool = False
-    response_format: ResponseFormat | None = None
-
-
 class TextFormat(StrictModel):
     """Any text."""
 
@@ -291,6 +273,22 @@ class JsonSchemaFormat(StrictModel):
 
 
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class CompletionRequest(BaseRequest):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1), MaxItems(1024)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1), MaxItems(1024)]
+    )
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_bos: bool | None = None
+    encode_special_tokens: bool = False
+    response_format: ResponseFormat | None = None
 
 
 class TextPart(StrictModel):
@@ -454,9 +452,6 @@ class ModelRequest(StrictModel):
 
 class EmbeddingsRequest(BaseModel):
     """`POST /v1/embeddings`, which is always refused."""
-
-
-CompletionRequest.model_rebuild()
 
 
 T = TypeVar("T")

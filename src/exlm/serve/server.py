@@ -74,23 +74,19 @@ class Connection(H11Protocol):
         self._write_timer = _Timer(self.loop, limits.read_seconds, lambda: self.transport.abort())
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for the first request's headers."""
         super().connection_made(transport)
         self._update_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers."""
         super().connection_lost(exc)
         self._header_timer.stop()
         self._write_timer.stop()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what the client sent."""
         super().data_received(data)
         self._update_header_timer()
 
     def on_response_complete(self) -> None:
-        """Start the timer for the next request's headers."""
         super().on_response_complete()
         self._update_header_timer()
 
@@ -100,7 +96,6 @@ class Connection(H11Protocol):
         self._write_timer.start()
 
     def resume_writing(self) -> None:
-        """The client has read some of the response."""
         super().resume_writing()
         self._write_timer.stop()
 
@@ -125,7 +120,6 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _write_error(self, status: str, error: APIError) -> None:
-        """Write an error response without an application."""
         body = json.dumps(error.body)
         self.transport.write(
             f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -210,7 +204,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def uvicorn_config(app: FastAPI, limits: Limits, drain_seconds: float) -> uvicorn.Config:
-    """The configuration of uvicorn for an application."""
     return uvicorn.Config(
         app,
         http=partial(Connection, limits=limits),  # type: ignore[arg-type]

@@ -11,19 +11,19 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format of tool calls.
-
-    `start_marker` announces calls and `end_marker` ends each. With `bare_json` the marker may be left out: a
-    call is then recognised as JSON at the very beginning of the answer. `arguments_key` is the name of the
-    arguments' field. `forced_prefix` ends the prompt where the answer must be a call.
-    """
+    """How a family of models writes tool calls."""
 
     name: Literal["hermes", "llama3", "mistral", "generic"]
     start_marker: str = ""
+    """Announces calls."""
     end_marker: str = ""
+    """Ends each call."""
     bare_json: bool = False
+    """Whether the start marker may be left out: a call is then recognised as JSON at the beginning of the answer."""
     arguments_key: str = "arguments"
+    """The field of a call that has its arguments."""
     forced_prefix: str = ""
+    """What the prompt ends with where the answer must be a call."""
     is_list: bool = False
     """Whether calls are written as elements of a list."""
 
