@@ -47,10 +47,10 @@ def variant_of(compiled: CompiledSettings, width: int, num_top: int) -> Sampling
         num_sorted, all_steps = max(num_top, compiled.top_k), not compiled.probs_steps <= STEPS_IN_TOP_K_VARIANT
     elif not compiled.greedy:
         full_vocab, all_steps = True, not compiled.probs_steps <= THRESHOLD_STEPS
-        thresholds = compiled.probs_steps & (
-            THRESHOLD_STEPS - {"mirostat"} if compiled.probs_steps & STEPS_BEFORE_MIROSTAT else THRESHOLD_STEPS
-        )
-        if all_steps and not thresholds:
+        thresholds = THRESHOLD_STEPS
+        if compiled.probs_steps & STEPS_BEFORE_MIROSTAT:
+            thresholds -= {"mirostat"}  # it limits what they leave, not what they read
+        if all_steps and not compiled.probs_steps & thresholds:
             return None  # those steps work on few candidates, and no threshold limits them
         num_sorted = max(num_top, GATHER_SIZE // 2 if all_steps else 0)
     sort_size = next((size for size in SORT_SIZES if size >= 2 * num_sorted), 0)
