@@ -1,4 +1,4 @@
-"""Selection: the right entries in the one right order, ties, odd widths and infinities included."""
+"""Top-k, argmax and sorting: entries and their order, with ties, odd widths and infinities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of the chain's steps: complete, without torch, and what everything else reads."""
+"""The table of the chain's steps is complete, imports no torch, and agrees with the settings and the kernels."""
 
 from __future__ import annotations
 

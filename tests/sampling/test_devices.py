@@ -1,6 +1,6 @@
 """Off the CPU: nothing waits for the device, and tokens are those of the CPU.
 
-The meta device computes nothing and refuses to tell a value, so whatever runs there never asked for one.
+The meta device computes nothing and raises if a value is read, so code that runs there does not wait for one.
 """
 
 from __future__ import annotations

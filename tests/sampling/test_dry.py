@@ -1,4 +1,4 @@
-"""DRY: the published numbers, runs and long matches, and the index against a search of every place."""
+"""DRY: the published numbers, runs and long matches, and the index against a search at every position."""
 
 from __future__ import annotations
 

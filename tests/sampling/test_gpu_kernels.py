@@ -1,4 +1,4 @@
-"""The kernels give the tokens of the plain way: on a GPU, or in Triton's interpreter where there is none."""
+"""The kernels draw the same tokens as torch: on a GPU, or in Triton's interpreter where there is none."""
 
 from __future__ import annotations
 

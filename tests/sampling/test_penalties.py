@@ -1,4 +1,4 @@
-"""Penalties: the published numbers, and a history that agrees with a walk from scratch."""
+"""Penalties: the published numbers, and a window that agrees with a count from scratch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_window_can_move_to_any_range(text: list[int], windows: list[tuple[int
 
 
 class PenaltyStateMachine(RuleBasedStateMachine):
-    """A text that grows and is rewound, asked for its penalties at any time with any settings."""
+    """A text that grows and is rewound; its penalties are compared at any time, with any settings."""
 
     @initialize(prompt=TEXT)
     def begin(self, prompt: list[int]) -> None:

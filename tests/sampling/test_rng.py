@@ -1,4 +1,4 @@
-"""The counter-based random numbers: the published vectors, both versions alike, nothing shared."""
+"""The counter-based random numbers: published vectors, equal results of both versions, independent streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batched sampler: rows do not feel each other, whatever they ask for and whatever is wrong with one."""
+"""The batched sampler: no row affects another, whatever they ask for and even if one fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each step after the softmax: the published numbers, and the corners its definition leaves."""
+"""Each step after the softmax: the published numbers, and edge cases."""
 
 from __future__ import annotations
 
