@@ -54,7 +54,7 @@ class SchedulerFuzz:
         pages = rng.randint(2, 24)
         self.counts: Counter[str] = Counter()
         self.page_table = CountingPageTable(pages, page_size, self.counts)
-        self.scheduler: Scheduler[Job] = Scheduler(self.page_table, rng.randint(1, 6), rng.randint(1, 4 * page_size))
+        self.scheduler = Scheduler(self.page_table, rng.randint(1, 6), rng.randint(1, 4 * page_size))
         self.runner = ScriptedRunner(lambda ids: [], pages, page_size, vocab_size=0)
         self.earlier_ids: list[list[int]] = []
         self.computed: Counter[int] = Counter()
@@ -181,7 +181,7 @@ class SchedulerFuzz:
             self.counts["started"] += 1
             self.counts["reused"] += sum(sequence.num_computed_tokens > 0 for sequence in job.sequences)
 
-    def prefill(self, batch: list[PrefillChunk[Job]]) -> None:
+    def prefill(self, batch: list[PrefillChunk]) -> None:
         """Carry out a plan, in any order, with a failure or a cancellation now and then."""
         self.check_independent(batch)
         copies = [chunk.copy for chunk in batch if chunk.copy is not None]
@@ -206,14 +206,14 @@ class SchedulerFuzz:
             self.page_table.mark_computed(chunk.sequence, chunk.end)
             self.check_computed(chunk)
 
-    def check_computed(self, chunk: PrefillChunk[Job]) -> None:
+    def check_computed(self, chunk: PrefillChunk) -> None:
         """Every token of a prompt was either computed or found."""
         sequence = chunk.sequence
         if sequence.pages:
             assert sequence.num_computed_tokens == self.computed[id(sequence)] + sequence.cached_tokens
             assert sequence.cached_pages * self.page_table.page_size <= sequence.cached_tokens
 
-    def check_independent(self, batch: list[PrefillChunk[Job]]) -> None:
+    def check_independent(self, batch: list[PrefillChunk]) -> None:
         """No chunk needs or overwrites what another one of the plan writes; nothing valid is overwritten."""
         size = self.page_table.page_size
         copies = [chunk.copy for chunk in batch if chunk.copy is not None]

@@ -21,10 +21,10 @@ class SchedulerHarness:
 
     def __init__(self, pages: int, size: int = 256, batch: int = 8, chunk: int = 2048) -> None:
         self.page_table = PageTable(pages, size)
-        self.scheduler: Scheduler[Job] = Scheduler(self.page_table, batch, chunk)
+        self.scheduler = Scheduler(self.page_table, batch, chunk)
         self.runner = ScriptedRunner(lambda ids: [7], pages, size, vocab_size=8)
         self.started: list[Job] = []
-        self.chunks: list[PrefillChunk[Job]] = []
+        self.chunks: list[PrefillChunk] = []
         self.decoded: list[Job] = []
 
     def add(self, *jobs: Job) -> None:
@@ -50,7 +50,7 @@ class SchedulerHarness:
                 self.scheduler.finish(one)
         check_invariants(self.page_table, (row for one in self.scheduler.active for row in one.sequences))
 
-    def run_prefill_batch(self, batch: list[PrefillChunk[Job]]) -> None:
+    def run_prefill_batch(self, batch: list[PrefillChunk]) -> None:
         self.runner.copy_pages([chunk.copy for chunk in batch if chunk.copy is not None])
         for chunk in batch:
             if chunk.end > chunk.start:

@@ -172,7 +172,7 @@ class CountingTable(PageTable):
 def test_thousands_of_waiting_jobs_cost_nothing(max_skips: int | None) -> None:
     """How much a round looks at does not depend on the queue."""
     pages = CountingTable(16, 4)
-    scheduler: Scheduler[Job] = Scheduler(pages, 8, 64)
+    scheduler: Scheduler = Scheduler(pages, 8, 64)
     for n in range(5000):
         scheduler.add(job([n], new=40, max_skips=max_skips))  # 11 pages: one at a time
     for n in range(30):

@@ -66,7 +66,7 @@ class EngineCore:
         """
         self.runner, self.page_table = runner, page_table
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self.scheduler: Scheduler[Job] = Scheduler(page_table, max_batch_size, chunk_size)
+        self.scheduler = Scheduler(page_table, max_batch_size, chunk_size)
         self.max_length, self.max_queue = max_length, max_queue
         self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens
@@ -206,7 +206,7 @@ class EngineCore:
         return [prefill_result(job) for job in advanced.values()]
 
     def _propose_drafts(self, jobs: Sequence[Job]) -> Sequence[Sequence[int]]:
-        """The drafter's tokens for each job."""
+        """The drafter's tokens for each job; a job's decoding time begins here."""
         for job in jobs:
             if job.metrics.first_decode_at is None:
                 job.metrics.start_decode()

@@ -132,7 +132,9 @@ class Job:
             JobTokenSequence(list(prompt[: len(prompt) - healed]), len(prompt) + self.max_new_tokens)
             for prompt in self.prompts
         ]
-        self.serial_number, self.skips = -1, 0
+        self.serial_number = -1
+        self.skips = 0
+        """How many younger jobs started first; counted by the scheduler."""
         self.metrics, self.is_finished, self.cancelled = RequestMetrics(), False, False
         self.result_queue: ResultQueue | None = None
         """Where the generator puts the results; unless set before enqueue, the queue that `iterate` reads."""

@@ -11,63 +11,50 @@
 Prompts with a common prefix are prefilled in consecutive batches of one step, so that the later ones find
 what the first has computed; prompts without one run in the same batch. A step gives each sequence at most
 one chunk, so that a long prompt delays other jobs but does not stop them.
+
+Of a job it reads `sequences` and `max_skips`, and counts `skips`. Jobs are compared by identity.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from ..errors import CacheTooSmall, InputError
 from .page_table import PageCopy, PageTable, StartKey
 from .token_sequence import TokenSequence, common_prefix_length
 
+if TYPE_CHECKING:
+    from .job import Job
+
 MAX_ADMISSION_SCAN = 64
 """How many pending jobs that do not fit are skipped in search of one that does."""
 
 
-class Schedulable(Protocol):
-    """The part of a job that the scheduler reads. Jobs are compared by identity."""
-
-    skips: int
-    """How many younger jobs started first; counted by the scheduler."""
-
-    @property
-    def sequences(self) -> list[TokenSequence]:
-        """One, or two for classifier-free guidance; each takes a row of the batch."""
-
-    @property
-    def max_skips(self) -> int | None:
-        """After this many no younger job may start first; None: however many."""
-
-
-J = TypeVar("J", bound=Schedulable)
-
-
 @dataclass(frozen=True, slots=True)
-class PrefillChunk(Generic[J]):
+class PrefillChunk:
     """The ids from `start` to `end` of a sequence, to be computed; none if they are equal.
 
     `copy`, if there is one, provides the keys and values before `start`.
     """
 
-    job: J
+    job: Job
     sequence: TokenSequence
     start: int
     end: int
     copy: PageCopy | None = None
 
 
-class _PrefillBatchBuilder(Generic[J]):
+class _PrefillBatchBuilder:
     """Collects chunks, the pages they write, and the ids there that other prompts may reuse afterwards."""
 
     def __init__(self) -> None:
-        self.chunks: list[PrefillChunk[J]] = []
+        self.chunks: list[PrefillChunk] = []
         self.written_pages: set[int] = set()
         self.ids_by_key: dict[StartKey | None, list[list[int]]] = {}
 
-    def add(self, chunk: PrefillChunk[J], page_table: PageTable) -> None:
+    def add(self, chunk: PrefillChunk, page_table: PageTable) -> None:
         sequence, size = chunk.sequence, page_table.page_size
         self.chunks.append(chunk)
         for i in range(sequence.num_computed_tokens // size, -(-chunk.end // size)):
@@ -92,7 +79,7 @@ class _PrefillBatchBuilder(Generic[J]):
         )
 
 
-class Scheduler(Generic[J]):
+class Scheduler:
     """Starts jobs in the order they come, as many at a time as fit into the batch and the cache."""
 
     def __init__(self, page_table: PageTable, max_batch_size: int, chunk_size: int) -> None:
@@ -101,25 +88,25 @@ class Scheduler(Generic[J]):
                 f"A scheduler needs max_batch_size and chunk of at least 1, found {max_batch_size} and {chunk_size}."
             )
         self.page_table, self.max_batch_size, self.chunk_size = page_table, max_batch_size, chunk_size
-        self._pending: OrderedDict[int, J] = OrderedDict()
-        self._active: dict[int, J] = {}
-        self._prefilling: dict[int, J] = {}  # active jobs whose prompts are not done
-        self._prefill_queue: list[tuple[J, TokenSequence]] = []  # sequences without a chunk in this step yet
+        self._pending: OrderedDict[int, Job] = OrderedDict()
+        self._active: dict[int, Job] = {}
+        self._prefilling: dict[int, Job] = {}  # active jobs whose prompts are not done
+        self._prefill_queue: list[tuple[Job, TokenSequence]] = []  # sequences without a chunk in this step yet
         self._num_rows = 0  # rows of the batch that active jobs take
         self._admission_blocked_at: tuple[int, int] | None = None
         """The capacity version and row count at which no pending job could start."""
 
-    def __contains__(self, job: J) -> bool:
+    def __contains__(self, job: Job) -> bool:
         """Whether a job is pending or active."""
         return id(job) in self._pending or id(job) in self._active
 
     @property
-    def pending(self) -> list[J]:
+    def pending(self) -> list[Job]:
         """Jobs that wait, oldest first."""
         return list(self._pending.values())
 
     @property
-    def active(self) -> list[J]:
+    def active(self) -> list[Job]:
         """Jobs that have pages, in the order they started."""
         return list(self._active.values())
 
@@ -143,7 +130,7 @@ class Scheduler(Generic[J]):
         """How many jobs are pending or active."""
         return len(self._pending) + len(self._active)
 
-    def add(self, job: J) -> None:
+    def add(self, job: Job) -> None:
         """Queue a job; raises InputError or CacheTooSmall for one that can never run."""
         if job in self:
             raise InputError("This job is already in the queue: make a new one for each request.")
@@ -162,7 +149,7 @@ class Scheduler(Generic[J]):
         self._pending[id(job)] = job
         self._admission_blocked_at = None
 
-    def admit(self) -> list[J]:
+    def admit(self) -> list[Job]:
         """Allocate pages to pending jobs that fit, which are returned, and start a step's prefill.
 
         A job that does not fit may be overtaken by younger ones, `max_skips` times.
@@ -181,14 +168,14 @@ class Scheduler(Generic[J]):
         ]
         return started
 
-    def next_prefill_batch(self) -> list[PrefillChunk[J]]:
+    def next_prefill_batch(self) -> list[PrefillChunk]:
         """Chunks of this step that do not depend on each other, [] when there are no more.
 
         Make all their copies first: no page is both a source and a target. Commit each batch before the next.
         """
         if not self._prefilling:
             return []
-        builder: _PrefillBatchBuilder[J] = _PrefillBatchBuilder()
+        builder = _PrefillBatchBuilder()
         deferred = []
         for job, sequence in self._prefill_queue:
             if id(job) in self._active and not self._add_chunk(builder, job, sequence):
@@ -196,7 +183,7 @@ class Scheduler(Generic[J]):
         self._prefill_queue = deferred
         return builder.chunks
 
-    def decode_batch(self) -> list[J]:
+    def decode_batch(self) -> list[Job]:
         """Active jobs whose prompts are done, in the order they started."""
         jobs = []
         for job in self._active.values():
@@ -210,7 +197,7 @@ class Scheduler(Generic[J]):
                 self._prefilling.pop(id(job), None)
         return jobs
 
-    def finish(self, job: J) -> None:
+    def finish(self, job: Job) -> None:
         """Remove an active job; its pages stay in the prefix cache until they are evicted."""
         del self._active[id(job)]
         self._prefilling.pop(id(job), None)
@@ -218,7 +205,7 @@ class Scheduler(Generic[J]):
         for sequence in job.sequences:
             self.page_table.release(sequence)
 
-    def cancel(self, job: J) -> bool:
+    def cancel(self, job: Job) -> bool:
         """Remove a job at any moment; False if it is neither pending nor active."""
         self._admission_blocked_at = None
         was_pending = self._pending.pop(id(job), None) is not None  # while `admit` runs, a job may be both
@@ -253,9 +240,9 @@ class Scheduler(Generic[J]):
             f"max_seq_len={need * size} or more."
         )
 
-    def _allocate_pending(self) -> list[J]:
-        started: list[J] = []
-        skipped: list[J] = []
+    def _allocate_pending(self) -> list[Job]:
+        started: list[Job] = []
+        skipped: list[Job] = []
         if self._admission_blocked_at == (self.page_table.capacity_version, self._num_rows):
             return started
         for job in self._pending.values():
@@ -287,7 +274,7 @@ class Scheduler(Generic[J]):
             self._admission_blocked_at = (self.page_table.capacity_version, self._num_rows)
         return started
 
-    def _add_chunk(self, builder: _PrefillBatchBuilder[J], job: J, sequence: TokenSequence) -> bool:
+    def _add_chunk(self, builder: _PrefillBatchBuilder, job: Job, sequence: TokenSequence) -> bool:
         """Add a chunk of a sequence to this batch; False if the next batch lets it reuse more."""
         self.page_table.skip_cached_tokens(sequence)
         if sequence.prefill_done:
