@@ -1,5 +1,10 @@
 /* Norms and gates, attention over pages of float32, float16 and codes, and whole decoder layers. */
 
+#ifndef DIGEST_LAYERS_H
+#define DIGEST_LAYERS_H
+
+#include "digest_linear.h"
+
 typedef struct {
     const float *x, *other, *weight; /* other: the residual, or the gate's other half */
     int rows, width;
@@ -196,3 +201,5 @@ static void case_layer(int n) {
     job.weights.down = (FusedMatrices){{m + 6}, NULL, 0, 1, 0};
     print_digest("layer", bits[n % 4], rows * tokens, width, run_layer, &job);
 }
+
+#endif

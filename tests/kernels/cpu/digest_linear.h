@@ -1,6 +1,11 @@
 /* Random quantised matrices of every width and dtype of factors, and random float matrices: repacked, multiplied, and
    read column by column. */
 
+#ifndef DIGEST_LINEAR_H
+#define DIGEST_LINEAR_H
+
+#include "digest.h"
+
 enum { MAX_INPUTS = 32768, MAX_KBLOCKS = MAX_INPUTS / KBLOCK };
 
 /* A matrix, and of each segment what the definition needs. */
@@ -379,3 +384,5 @@ static void case_bf12(int n) {
     data[random_int(0, (int)count - 1)] = n % 2 ? 1.00001f : 1e30f;
     printf("not bf12: %d\n", exlm_bf12_plan(data, outputs, inputs, units, outlier_begin, 2));
 }
+
+#endif

@@ -17,6 +17,8 @@ from ..reference import RotaryEmbedding
 from .bindings import AttnArgs, AttnParams, BatchArgs, Library, QuantKV
 
 _QUANT_BITS: dict[KVCacheDtype, int] = {"hadamard8": 8, "hadamard4": 4, "fp8_e5m2": 1}
+"""The values of QuantKV.bits (csrc/attn_common.h); 1 stands for FP8."""
+
 _MAX_DECODE_TOKENS = 8
 """With more new tokens for each row C uses its prefill kernel (csrc/attn_common.h)."""
 
@@ -49,10 +51,8 @@ class CpuRotaryEmbedding(RotaryEmbedding):
                 **tables, head_dim=head_dim, rope_dim=self.dim, interleaved=int(self.interleaved)
             )
         out = torch.empty_like(x)
-        self._rope(
-            *(ctypes.addressof(self._params[head_dim]), x.data_ptr(), positions.data_ptr()),
-            *(positions.numel(), heads, out.data_ptr(), torch.get_num_threads()),
-        )
+        inputs = ctypes.addressof(self._params[head_dim]), x.data_ptr(), positions.data_ptr()
+        self._rope(*inputs, positions.numel(), heads, out.data_ptr(), torch.get_num_threads())
         return out
 
 
@@ -78,7 +78,7 @@ def _batch_args(metadata: AttnMetadata) -> BatchArgs | None:
         return None
     if not (past.is_contiguous() and positions.is_contiguous()):
         return None
-    return BatchArgs(*(pages.data_ptr(), past.data_ptr(), positions.data_ptr(), *positions.shape, pages.stride(0)))
+    return BatchArgs(pages.data_ptr(), past.data_ptr(), positions.data_ptr(), *positions.shape, pages.stride(0))
 
 
 class PagedAttention:

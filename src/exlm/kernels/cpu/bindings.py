@@ -126,8 +126,17 @@ class BatchArgs(ctypes.Structure):
 
 
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
-    *(FactorTable, GroupSpan, Segment, Bf12, Matrix, FusedMatrices),
-    *(AttnParams, QuantKV, AttnArgs, LayerWeights, BatchArgs),
+    FactorTable,
+    GroupSpan,
+    Segment,
+    Bf12,
+    Matrix,
+    FusedMatrices,
+    AttnParams,
+    QuantKV,
+    AttnArgs,
+    LayerWeights,
+    BatchArgs,
 )
 
 
