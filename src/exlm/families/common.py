@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from .. import spec
 from ..spec.model import Activation
-from ..spec.tensor_names import LAYER_PREFIX, KeyRename, RowRange, TensorLocation
+from ..spec.tensor_names import LAYER_PREFIX, LLAMA_LOCATIONS, KeyRename, RowRange, TensorLocation
 from .config_reader import MAX_HEAD_DIM, MAX_SIZE, ConfigReader
 from .rope import max_positions, rope
 
@@ -179,46 +179,37 @@ def decoder(c: ConfigReader, layers: Iterable[spec.Layer], **changes: Any) -> sp
 def fused_qkv(attn: spec.Attention, key: str, *, transposed: bool = False) -> dict[str, tuple[TensorLocation, ...]]:
     """Locations of q, k and v: separate, or one after the other in `key`."""
     q, kv = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
-    spans = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}
-    return {
-        f"attn__{role}": (
-            TensorLocation(f"{LAYER_PREFIX}self_attn.{role}_proj"),
-            TensorLocation(LAYER_PREFIX + key, rows=(span,), transposed=transposed),
-        )
-        for role, span in spans.items()
-    }
+    rows = {"attn.q": ((0, q),), "attn.k": ((q, q + kv),), "attn.v": ((q + kv, q + 2 * kv),)}
+    return _separate_or_fused(key, rows, transposed=transposed)
 
 
 def fused_gate_up(width: int, key: str = "mlp.gate_up_proj") -> dict[str, tuple[TensorLocation, ...]]:
     """Locations of gate and up: separate, or one after the other in `key`."""
-    return {
-        "mlp__gate": (
-            TensorLocation(LAYER_PREFIX + "mlp.gate_proj"),
-            TensorLocation(LAYER_PREFIX + key, rows=((0, width),)),
-        ),
-        "mlp__up": (
-            TensorLocation(LAYER_PREFIX + "mlp.up_proj"),
-            TensorLocation(LAYER_PREFIX + key, rows=((width, 2 * width),)),
-        ),
-    }
+    return _separate_or_fused(key, {"mlp.gate": ((0, width),), "mlp.up": ((width, 2 * width),)})
 
 
 def interleaved_qkv(attn: spec.Attention, key: str) -> dict[str, tuple[TensorLocation, ...]]:
     """Locations of q, k and v interleaved by KV head: its query heads, its key, its value, and so on."""
     d, share = attn.head_dim, attn.heads // attn.kv_heads
-    step = (share + 2) * d
-    starts = [h * step for h in range(attn.kv_heads)]
+    starts = [head * (share + 2) * d for head in range(attn.kv_heads)]
 
     def rows(first: int, count: int) -> tuple[RowRange, ...]:
-        return tuple((s + first * d, s + (first + count) * d) for s in starts)
+        return tuple((start + first * d, start + (first + count) * d) for start in starts)
 
-    spans = {"q": rows(0, share), "k": rows(share, 1), "v": rows(share + 1, 1)}
+    return _separate_or_fused(key, {"attn.q": rows(0, share), "attn.k": rows(share, 1), "attn.v": rows(share + 1, 1)})
+
+
+def _separate_or_fused(
+    key: str, rows: Mapping[str, tuple[RowRange, ...]], *, transposed: bool = False
+) -> dict[str, tuple[TensorLocation, ...]]:
+    """Locations of roles: Llama's, or these rows of each layer's `key`."""
+    separate = dict(LLAMA_LOCATIONS)
     return {
-        f"attn__{role}": (
-            TensorLocation(f"{LAYER_PREFIX}self_attn.{role}_proj"),
-            TensorLocation(LAYER_PREFIX + key, rows=span),
+        role.replace(".", "__"): (
+            *separate[role],
+            TensorLocation(LAYER_PREFIX + key, rows=spans, transposed=transposed),
         )
-        for role, span in spans.items()
+        for role, spans in rows.items()
     }
 
 
