@@ -5,8 +5,6 @@ made, and `write_answers` writes the output from it. `scale` and `cli` may impor
 `exlm` and `serve`.
 """
 
-from typing import Any
-
 from .journal import Journal, JournalError
 from .rows import BadRow, Row, RowHandler, Rows, is_answered, read_rows, write_answers
 from .run import Progress, run_rows
@@ -28,8 +26,4 @@ __all__ = [
 NAMES_OF_0_1 = {"Wording": "RowHandler", "answers": "is_answered"}
 """Public names of version 0.1 that still work, and what they are called now."""
 
-
-def __getattr__(name: str) -> Any:
-    if name in NAMES_OF_0_1:
-        return globals()[NAMES_OF_0_1[name]]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+globals().update({old: globals()[new] for old, new in NAMES_OF_0_1.items()})

@@ -5,8 +5,6 @@ runs a batch with Ray Data. Only `cli` may import this package; it imports `exlm
 Ray itself (`exlm[scale]`) only when a function needs it.
 """
 
-from typing import Any
-
 from .affinity import PrefixAffinity, prompt_blocks
 from .cluster import ClusterConfig, ServerConfig, cluster, import_ray
 from .deploy import Service, application, bind_application, deploy, service_from_config
@@ -43,8 +41,4 @@ NAMES_OF_0_1 = {
 }
 """Public names of version 0.1 that still work, and what they are called now."""
 
-
-def __getattr__(name: str) -> Any:
-    if name in NAMES_OF_0_1:
-        return globals()[NAMES_OF_0_1[name]]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+globals().update({old: globals()[new] for old, new in NAMES_OF_0_1.items()})

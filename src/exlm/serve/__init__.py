@@ -6,8 +6,6 @@ response. `batch`, `scale` and `cli` may import it; it imports only the public `
 of `exlm[server]`.
 """
 
-from typing import Any
-
 from exlm import MissingExtra
 
 try:
@@ -69,8 +67,4 @@ NAMES_OF_0_1 = {
 }
 """Public names of version 0.1 that still work, and what they are called now."""
 
-
-def __getattr__(name: str) -> Any:
-    if name in NAMES_OF_0_1:
-        return globals()[NAMES_OF_0_1[name]]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+globals().update({old: globals()[new] for old, new in NAMES_OF_0_1.items()})
