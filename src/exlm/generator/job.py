@@ -176,7 +176,10 @@ class Job:
         check_seed(self.seed)
         if self.gen_settings.mirostat_mu:
             _ = self.sampler_state  # a mirostat_mu that does not fit is an error now
-        self.is_simple = not (self._wants_token_details or self._has_varying_limits)
+        returns_details = self.return_probs or self.return_top_tokens or self.return_logits or self.hooks
+        # What may be sampled changes from token to token, or depends on a second sequence.
+        limits_vary = self.filters or self.token_healing or self.banned_strings or self.min_new_tokens
+        self.is_simple = not (returns_details or limits_vary or len(self.sequences) > 1)
         """Whether each token is sampled under the same conditions, and results hold only its text and id."""
         self.serial_number = serial
         self.common_fields: CommonFields = {"eos": False, "serial": serial}
@@ -328,21 +331,6 @@ class Job:
         """Whether each of its tokens is the one with the largest logit, whatever the text before."""
         settings = self.gen_settings
         return self.is_simple and settings.token_bias is None and settings.compiled().greedy_only
-
-    @property
-    def _wants_token_details(self) -> bool:
-        return bool(self.return_probs or self.return_top_tokens or self.return_logits or self.hooks)
-
-    @property
-    def _has_varying_limits(self) -> bool:
-        """Whether what may be sampled changes from token to token, or depends on a second sequence."""
-        return bool(
-            len(self.sequences) > 1
-            or self.filter_stack is not None
-            or self.token_healing
-            or self.banned_strings
-            or self.min_new_tokens
-        )
 
     def _check(self) -> None:
         if len(self.prompts) not in (1, 2):
