@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exlm.kvcache import LayerShape, QuantizedLayer, quantized
-from exlm.kvcache.quantized import HadamardQuantizer, KVQuantizer, TruncatedFP8
+from exlm.kvcache.quantized import FP8Quantizer, HadamardQuantizer, KVQuantizer
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ KINDS: dict[str, tuple[KVQuantizer, KVQuantizer]] = {
     "q8": (HadamardQuantizer(8), HadamardQuantizer(8)),
     "q6": (HadamardQuantizer(8), HadamardQuantizer(4)),
     "q4": (HadamardQuantizer(4), HadamardQuantizer(4)),
-    "fp8": (TruncatedFP8(), TruncatedFP8()),
+    "fp8": (FP8Quantizer(), FP8Quantizer()),
 }
 SHAPES = [LayerShape(2, 32), LayerShape(1, 32), LayerShape(3, 32), LayerShape(1, 96), LayerShape(2, 64)]
 PAGES = 8  # page size of these tests
@@ -194,13 +194,13 @@ def test_a_call_allocates_for_its_own_rows_only(kind: str) -> None:
 
 def test_truncation() -> None:
     values = [1.0, -1.9990234375, 65504.0, 1e9, -1e9, 6e-8, 0.0, 0.3]
-    (stored,) = TruncatedFP8().quantize(torch.tensor(values).view(1, 1, -1))
+    (stored,) = FP8Quantizer().quantize(torch.tensor(values).view(1, 1, -1))
     assert stored.flatten().tolist() == [0x3C, 0xBF, 0x7B, 0x7B, 0xFB, 0x00, 0x00, 0x34]
-    back = TruncatedFP8().dequantize((stored,)).flatten().tolist()
+    back = FP8Quantizer().dequantize((stored,)).flatten().tolist()
     assert back == [1.0, -1.75, 57344.0, 57344.0, -57344.0, 0.0, 0.0, 0.25]
 
 
 def test_every_byte_is_an_e5m2_float() -> None:
     every = torch.arange(256).to(torch.uint8)
     want = every.view(torch.float8_e5m2).float()
-    assert torch.equal(TruncatedFP8().dequantize((every,)).float().nan_to_num(-1.0), want.nan_to_num(-1.0))
+    assert torch.equal(FP8Quantizer().dequantize((every,)).float().nan_to_num(-1.0), want.nan_to_num(-1.0))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NotLoaded, Unsupported
-from .layer import PAGE_SIZE, CacheLayer, LayerShape
+from .layer import PAGE_SIZE, CacheLayer, LayerShape, as_rows
 
 
 class CacheReplicator(Protocol):
@@ -244,22 +244,22 @@ class CacheBase(ABC):
 
         An assigned tensor is copied.
         """
-        return LayerViews(_as_rows(layer.keys[0], self.batch_size) for layer in self.layers)
+        return LayerViews(as_rows(layer.keys[0], self.batch_size) for layer in self.layers)
 
     @property
     def value_states(self) -> LayerViews:
         """Views of each layer's stored values, as `key_states`."""
-        return LayerViews(_as_rows(layer.values[0], self.batch_size) for layer in self.layers)
+        return LayerViews(as_rows(layer.values[0], self.batch_size) for layer in self.layers)
 
     @property
     def key_scales(self) -> LayerViews:
         """Views of each layer's key scales: (batch, capacity, kv_heads, head_dim / 32), or none."""
-        return LayerViews(_as_rows(scales, self.batch_size) for layer in self.layers for scales in layer.keys[1:])
+        return LayerViews(as_rows(scales, self.batch_size) for layer in self.layers for scales in layer.keys[1:])
 
     @property
     def value_scales(self) -> LayerViews:
         """Views of each layer's scales of values, as `key_scales`."""
-        return LayerViews(_as_rows(scales, self.batch_size) for layer in self.layers for scales in layer.values[1:])
+        return LayerViews(as_rows(scales, self.batch_size) for layer in self.layers for scales in layer.values[1:])
 
     # Moving tokens
 
@@ -281,9 +281,8 @@ class CacheBase(ABC):
 
     def roll_left(self) -> None:
         """Drop the first token of every row; the others move up by one."""
-        for tensor in self.all_tensors():
-            rows = _as_rows(tensor, self.batch_size)
-            rows.copy_(rows.roll(-1, 1))
+        for layer in self.layers:
+            layer.roll_left(self.batch_size)
         self.last_writer = None
         self._replicate_call("roll_left")
         self.current_seq_len = max(0, self.current_seq_len - 1)
@@ -328,10 +327,10 @@ class CacheBase(ABC):
         if to_row < 0 or to_rows < 1 or to_row + to_rows > target.batch_size:
             raise InputError(f"Rows {to_row} to {to_row + to_rows} are not in a cache of {target.batch_size}.")
         for source, target_tensor in zip(self.all_tensors(), target.all_tensors(), strict=True):
-            tokens = _as_rows(source, self.batch_size)[from_row, from_column : from_column + from_columns].clone()
-            _as_rows(target_tensor, target.batch_size)[
-                to_row : to_row + to_rows, to_column : to_column + to_columns
-            ] = tokens
+            tokens = as_rows(source, self.batch_size)[from_row, from_column : from_column + from_columns].clone()
+            as_rows(target_tensor, target.batch_size)[to_row : to_row + to_rows, to_column : to_column + to_columns] = (
+                tokens
+            )
         target.last_writer = None
         columns = from_column, from_columns, to_column, to_columns
         self._replicate_call("copy_states", *columns, from_row, from_rows, to_row, to_rows, target=target)
@@ -411,8 +410,3 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
 
 def _one_or_list(numbers: list[int]) -> int | list[int]:
     return numbers[0] if len(set(numbers)) == 1 else numbers
-
-
-def _as_rows(tensor: Tensor, batch: int) -> Tensor:
-    """A view of the pages as contiguous rows, (batch, tokens, …)."""
-    return tensor.view(batch, -1, *tensor.shape[2:])

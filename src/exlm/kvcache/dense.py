@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..kernels.interface import AttnMetadata
+from ..kernels.interface import AttnMetadata, KVPages
 from .base import CacheBase, CacheOwner
 from .hadamard import to_float16_saturating
 from .layer import PAGE_SIZE, CacheLayer, LayerShape, empty_pages, slot_mapping
@@ -19,13 +19,12 @@ FLOAT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32":
 class DenseLayer(CacheLayer):
     """A layer's pages as floats: (pages, page size, kv_heads, head_dim) keys and values."""
 
-    kv_dtype = ("float", "float")
-
     def __init__(
         self, pages: int, page_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         size = (pages, page_size, heads, head_dim)
-        super().__init__(page_size, (empty_pages(size, dtype, device),), (empty_pages(size, dtype, device),))
+        keys, values = empty_pages(size, dtype, device), empty_pages(size, dtype, device)
+        super().__init__(KVPages(page_size, (keys,), (values,), ("float", "float")))
 
     @property
     def k(self) -> Tensor:

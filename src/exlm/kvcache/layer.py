@@ -9,6 +9,7 @@ import copy
 import math
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DoesNotFit
-from ..kernels.interface import AttnMetadata, KVCacheDtype, KVPages
+from ..kernels.interface import AttnMetadata, KVPages
 from ..memory import ran_out
 
 PAGE_SIZE = 256
@@ -49,27 +50,28 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 class CacheLayer(ABC):
-    """Keys and values of a layer, in tensors of (pages, page size, kv_heads, …).
+    """What a cache stores of one layer: keys and values in pages, (pages, page size, kv_heads, …).
 
-    `keys` and `values` are the stored numbers, then their scales if they have any. What is stored
-    for a token depends on that token alone, so tokens and pages may be copied as they are.
+    What is stored for a token depends on that token alone, so tokens and pages may be copied as they are.
     """
 
-    kv_dtype: tuple[KVCacheDtype, KVCacheDtype]  # of keys and of values
-
-    def __init__(self, page_size: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
-        self.page_size = page_size
-        self.keys = keys
-        self.values = values
-        self._kv_pages: KVPages | None = None
+    def __init__(self, kv_pages: KVPages) -> None:
+        self.kv_pages = kv_pages
 
     @property
-    def kv_pages(self) -> KVPages:
-        """The pages, for kernels that read and write them in place."""
-        pages = self._kv_pages
-        if pages is None or pages.keys is not self.keys or pages.values is not self.values:
-            self._kv_pages = pages = KVPages(self.page_size, self.keys, self.values, self.kv_dtype)
-        return pages
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.kv_pages.page_size
+
+    @property
+    def keys(self) -> tuple[Tensor, ...]:
+        """The stored keys, then their scales if they have any."""
+        return self.kv_pages.keys
+
+    @property
+    def values(self) -> tuple[Tensor, ...]:
+        """The stored values, then their scales if they have any."""
+        return self.kv_pages.values
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -94,17 +96,31 @@ class CacheLayer(ABC):
             for tensor in self.tensors:
                 tensor[target, :tokens] = tensor[source, :tokens]
 
+    def roll_left(self, rows: int) -> None:
+        """Drop the first token of each row; the pages of a row are consecutive."""
+        for tensor in self.tensors:
+            tokens = as_rows(tensor, rows)
+            tokens.copy_(tokens.roll(-1, 1))
+
     def move(self, device: torch.device) -> None:
         """Move the pages to a device."""
-        self.keys = tuple(tensor.to(device) for tensor in self.keys)
-        self.values = tuple(tensor.to(device) for tensor in self.values)
+        self._replace(lambda tensor: tensor.to(device))
 
     def clone(self) -> Self:
         """A copy with tensors of its own."""
         clone = copy.copy(self)
-        clone.keys = tuple(tensor.clone() for tensor in self.keys)
-        clone.values = tuple(tensor.clone() for tensor in self.values)
+        clone._replace(Tensor.clone)
         return clone
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        pages = self.kv_pages
+        keys, values = tuple(map(change, pages.keys)), tuple(map(change, pages.values))
+        self.kv_pages = KVPages(pages.page_size, keys, values, pages.dtypes)
+
+
+def as_rows(tensor: Tensor, rows: int) -> Tensor:
+    """A view of the pages as contiguous rows, (rows, tokens, …)."""
+    return tensor.view(rows, -1, *tensor.shape[2:])
 
 
 def new_token_positions(metadata: AttnMetadata, tokens: int) -> Tensor:

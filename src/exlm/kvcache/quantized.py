@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.interface import AttnMetadata, KVCacheDtype
+from ..kernels.interface import AttnMetadata, KVCacheDtype, KVPages
 from . import hadamard
 from .base import CacheBase
 from .hadamard import GROUP_SIZE
@@ -70,7 +70,7 @@ class HadamardQuantizer:
 
 
 @dataclass(frozen=True)
-class TruncatedFP8:
+class FP8Quantizer:
     """FP8 E5M2: the upper byte of each float16, truncated rather than rounded."""
 
     kv_dtype: ClassVar[KVCacheDtype] = "fp8_e5m2"
@@ -101,14 +101,11 @@ class QuantizedLayer(CacheLayer):
         value_quantizer: KVQuantizer,
         device: torch.device,
     ) -> None:
-        super().__init__(
-            page_size,
-            key_quantizer.empty_pages(pages, page_size, shape, device),
-            value_quantizer.empty_pages(pages, page_size, shape, device),
+        keys, values = (
+            quantizer.empty_pages(pages, page_size, shape, device) for quantizer in (key_quantizer, value_quantizer)
         )
-        self.key_quantizer = key_quantizer
-        self.value_quantizer = value_quantizer
-        self.kv_dtype = key_quantizer.kv_dtype, value_quantizer.kv_dtype
+        super().__init__(KVPages(page_size, keys, values, (key_quantizer.kv_dtype, value_quantizer.kv_dtype)))
+        self.key_quantizer, self.value_quantizer = key_quantizer, value_quantizer
 
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Quantise and write the new heads; return the dequantised past with the new heads as passed."""
@@ -187,5 +184,5 @@ class CacheQ4(HadamardCache):
 class CacheFP8(QuantizedCache):
     """Keys and values as FP8 E5M2, truncated, without scales. Q8 is far more exact at 8.5 bits."""
 
-    key_quantizer = TruncatedFP8()
-    value_quantizer = TruncatedFP8()
+    key_quantizer = FP8Quantizer()
+    value_quantizer = FP8Quantizer()

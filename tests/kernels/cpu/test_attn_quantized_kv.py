@@ -10,7 +10,7 @@ from exlm import spec
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kvcache.layer import LayerShape
-from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, TruncatedFP8
+from exlm.kvcache.quantized import FP8Quantizer, HadamardQuantizer, QuantizedLayer
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
@@ -102,9 +102,9 @@ def test_prompts_over_truncated_codes(
     old = torch.randn(2, rows * width, PAGE, kv, head)
     answers, layers = [], []
     for chosen in (backend, REFERENCE):
-        layer = QuantizedLayer(rows * width, PAGE, LayerShape(kv, head), TruncatedFP8(), TruncatedFP8(), CPU)
+        layer = QuantizedLayer(rows * width, PAGE, LayerShape(kv, head), FP8Quantizer(), FP8Quantizer(), CPU)
         for (stored,), numbers in zip((layer.keys, layer.values), old, strict=True):
-            stored.copy_(TruncatedFP8().quantize(numbers)[0])
+            stored.copy_(FP8Quantizer().quantize(numbers)[0])
         answers.append(chosen.attention(attn, chosen.rope(rope, 160))(q, k, v, layer, metadata))
         layers.append(layer)
     assert torch.equal(layers[0].values[0], layers[1].values[0])
@@ -119,7 +119,7 @@ def test_few_tokens_over_truncated_codes_are_left_to_the_reference(backend: CpuB
     q, k, v = torch.randn(3, 1, 1, 2, 64)
     answers = []
     for chosen in (backend, REFERENCE):
-        layer = QuantizedLayer(1, PAGE, LayerShape(2, 64), TruncatedFP8(), TruncatedFP8(), CPU)
+        layer = QuantizedLayer(1, PAGE, LayerShape(2, 64), FP8Quantizer(), FP8Quantizer(), CPU)
         answers.append(chosen.attention(attn, chosen.rope(rope, 64))(q, k, v, layer, metadata))
     assert torch.equal(answers[0], answers[1])
 

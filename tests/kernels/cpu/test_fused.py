@@ -150,7 +150,7 @@ def test_a_step_over_another_cache_reads_that_one(tmp_path: Path, monkeypatch: p
         if i == 20:
             other.current_seq_len = 0
             for layer in kept.layers:  # what is moved or copied lies elsewhere
-                layer.keys = tuple(tensor.clone() for tensor in layer.keys)
+                layer.kv_pages = layer.clone().kv_pages
         fresh = Cache(model, max_seq_len=256)
         for cache, past in ((kept, i), (other, i % 20), (fresh, 0)):
             cache.current_seq_len = past

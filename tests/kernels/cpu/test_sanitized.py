@@ -23,7 +23,7 @@ from exlm.kernels.cpu.repack import repack_panels
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.ops import FusedLinear, PackedEmbedding, PackedLinear, RmsNorm, silu_mul
 from exlm import spec
-from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, TruncatedFP8
+from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, FP8Quantizer
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import LayerShape
 from exlm.kernels.cpu.attention import BatchArgsCache, PagedAttention, CpuRotaryEmbedding
@@ -84,7 +84,7 @@ def look(past, tokens, heads, bits, threads):
         pages = torch.randperm(len(past) * width).view(len(past), width)
         places = start[:, None] + torch.arange(tokens)
         where = batch()
-        layer = QuantizedLayer(pages.numel(), 16, LayerShape(kv, dim), TruncatedFP8(), TruncatedFP8(), CPU)
+        layer = QuantizedLayer(pages.numel(), 16, LayerShape(kv, dim), FP8Quantizer(), FP8Quantizer(), CPU)
     elif isinstance(bits, torch.dtype):
         layer = DenseLayer(pages.numel(), 16, kv, dim, bits, CPU)
     else:

@@ -11,14 +11,14 @@ from torch import Tensor
 from exlm import spec
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import CacheLayer, LayerShape
-from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, TruncatedFP8
+from exlm.kvcache.quantized import FP8Quantizer, HadamardQuantizer, QuantizedLayer
 from exlm.nn import Batch
 
 QUANTIZERS = {
     "q8": (HadamardQuantizer(8), HadamardQuantizer(8)),
     "q6": (HadamardQuantizer(8), HadamardQuantizer(4)),
     "q4": (HadamardQuantizer(4), HadamardQuantizer(4)),
-    "fp8": (TruncatedFP8(), TruncatedFP8()),
+    "fp8": (FP8Quantizer(), FP8Quantizer()),
 }
 PAGE = 256
 
