@@ -60,7 +60,7 @@ class SeparateMatrices(FusedLinear):
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         raise AssertionError("many tokens must not run fused")
 
-    def separate(self, x: Tensor) -> list[Tensor]:
+    def unfused(self, x: Tensor) -> list[Tensor]:
         self.num_calls += 1
         return list((x @ self.merged_weight.T).split_with_sizes(self.sizes, -1))
 
@@ -74,7 +74,7 @@ class SeparateCalls(FusedLinear):
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         raise AssertionError("many tokens must not run fused")
 
-    def separate(self, x: Tensor) -> list[Tensor]:
+    def unfused(self, x: Tensor) -> list[Tensor]:
         return [part.forward(x, batch(1)) for part in self.parts]
 
 
@@ -167,10 +167,16 @@ def test_attention_alone_is_fused_where_the_mlp_cannot_be() -> None:
             assert residual is None
             return [norm(x) @ one.weight.T for one in (layer.q, layer.k, layer.v)]
 
+        def unfused(self, x: Tensor) -> list[Tensor]:
+            raise AssertionError("few tokens run fused")
+
     class FusedOutput(FusedLinear):
         def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
             assert residual is not None
             return [x @ layer.o.weight.T + residual]
+
+        def unfused(self, x: Tensor) -> list[Tensor]:
+            raise AssertionError("few tokens run fused")
 
     fused = FusedBlock(layer.block, FusedQkv(), FusedOutput(), None, MAX_FUSED_TOKENS)
     x = torch.randn(2, 2, HIDDEN)

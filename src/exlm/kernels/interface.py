@@ -6,6 +6,7 @@ A kernel takes tensors and returns tensors; it owns nothing but its weights. Sha
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,22 +155,22 @@ class Backend(Protocol):
 # -- fusion: an optional part of a backend -----------------------------------------------------------
 
 
-class FusedLinear(Protocol):
+class FusedLinear(ABC):
     """Matrices that share an input, as one: with a norm before them, and a residual or an activation after.
 
     Backends subclass it; what they cannot fuse keeps the defaults here.
     """
 
+    @abstractmethod
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         """The output of each matrix; the residual is added to the first."""
-        ...
 
-    def separate(self, x: Tensor) -> list[Tensor]:
-        """The raw product of x with each matrix, without norm, activation and residual.
+    @abstractmethod
+    def unfused(self, x: Tensor) -> list[Tensor]:
+        """The product of x with each matrix, without norm, activation and residual: faster for many tokens.
 
-        For many tokens; results may be views of one wider tensor.
+        Results may be views of one wider tensor.
         """
-        ...
 
     def fuse_layer(
         self, attend: AttentionFn, norm: QKNormFn | None, o: FusedLinear, gate_up: FusedLinear, down: FusedLinear
@@ -181,16 +182,16 @@ class FusedLinear(Protocol):
         return None
 
 
-class FusedLayer(Protocol):
+class FusedLayer(ABC):
     """A whole decoder layer as one."""
 
+    @abstractmethod
     def __call__(self, x: Tensor, kv: LayerKVCache, metadata: AttnMetadata) -> Tensor | None:
         """The residual stream after the layer; None for a batch that must run part by part."""
-        ...
 
     def chain_to(self, following: FusedLayer) -> None:
         """Write the output also in the form that the following layer's kernels read, if that is possible."""
-        return None
+        return
 
     def fuse_decoder(self, following: Sequence[FusedLayer]) -> FusedDecoder | None:
         """This layer and those after it as one; None if they do not fit together."""
@@ -206,7 +207,7 @@ class SupportsFusion(Protocol):
     """A backend that can fuse matrices with each other and with what stands before and after them."""
 
     max_fused_tokens: int
-    """Tokens up to which a fused linear is faster than `separate` and the parts around it."""
+    """Tokens up to which a fused linear is faster than `unfused` and the parts around it."""
 
     def fused_linear(
         self,

@@ -43,7 +43,7 @@ from ..nn import (
 from ..nn.attention import Qkv, no_qk_norm
 from ..nn.block import BlockLike, DeviceTransfer, TransferFn, no_transfer
 from ..nn.fused import FusedBlock, FusedHead, chain_fused_layers, fuse_block, fuse_block_stack, fuse_head
-from ..nn.linear import MlpLike
+from ..nn.mlp import MlpLike
 from ..spec.model import Matrix, matrices
 from .decoder import Decoder
 from .devices import device_context

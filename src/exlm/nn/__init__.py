@@ -9,7 +9,8 @@ only.
 from .attention import AllHeadsNorm, Attention, ClampedQkv, PerHeadNorm, QkvProjection
 from .batch import Batch, LoraRef, VectorSpan
 from .block import Block, ParallelBlock
-from .linear import Embedding, Expert, Experts, GatedMlp, Head, Linear, MoeMlp, PlainMlp
+from .linear import Embedding, Head, Linear
+from .mlp import Expert, Experts, GatedMlp, MoeMlp, PlainMlp
 
 __all__ = [
     "AllHeadsNorm",

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..kernels.interface import AddNormFn, LayerKVCache, NormFn
 from .attention import Attention
 from .batch import Batch
-from .linear import MlpLike
+from .mlp import MlpLike
 
 
 class BlockLike(Protocol):

@@ -1,9 +1,8 @@
 """Blocks and heads whose matrices a backend fuses with the norms, activations and residuals around them.
 
-A backend's `FusedLinear` stands for matrices that share an input. Called, it runs the norm before and the
-activation or residual after them too, which is fastest for few tokens. Its `separate` gives each matrix's
-raw product, which is fastest for many. A batch with LoRAs runs the block's own modules, which are what a
-LoRA wraps.
+A backend's `FusedLinear` stands for matrices that share an input. Calling it runs the norm before and the
+activation or residual after them too, which is fastest for few tokens; its `unfused` computes the products
+alone, which is fastest for many. A batch with LoRAs runs the block's own modules, because a LoRA wraps those.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from ..kernels.interface import (
 from .attention import Attention, QkvProjection, no_qk_norm
 from .batch import Batch
 from .block import Block, BlockLike
-from .linear import GatedMlp, Head, Linear, MlpLike, MoeMlp
+from .linear import Head, Linear
+from .mlp import GatedMlp, MlpLike, MoeMlp
 
 
 class GateUpThenActivation(FusedLinear):
@@ -42,32 +42,32 @@ class GateUpThenActivation(FusedLinear):
         """The gated product of x after the norm."""
         return [self.act(*self.gate_up(x, residual))]
 
-    def separate(self, x: Tensor) -> list[Tensor]:
-        """The raw products with gate and up."""
-        return self.gate_up.separate(x)
+    def unfused(self, x: Tensor) -> list[Tensor]:
+        """The products with gate and up."""
+        return self.gate_up.unfused(x)
 
 
-class SeparateQkv:
-    """q, k and v by the raw products of their fused projection."""
+class UnfusedQkv:
+    """The products of a fused q, k and v projection."""
 
     def __init__(self, qkv: FusedLinear) -> None:
         self.qkv = qkv
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, tokens, hidden) → three of (rows, tokens, heads · head_dim)."""
-        q, k, v = self.qkv.separate(x)
+        q, k, v = self.qkv.unfused(x)
         return q, k, v
 
 
-class SeparateGateUpMlp:
-    """down(act(gate) · up) with gate and up by the raw products of their fused projection."""
+class UnfusedGateUpMlp:
+    """A gated MLP with the products of a fused gate and up projection."""
 
     def __init__(self, mlp: GatedMlp, gate_up: FusedLinear) -> None:
         self.mlp, self.gate_up = mlp, gate_up
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
-        gate, up = self.gate_up.separate(x)
+        gate, up = self.gate_up.unfused(x)
         return self.mlp.down.forward(self.mlp.act(gate, up), batch)
 
 
@@ -82,8 +82,8 @@ class FusedBlock:
     """A `Block` with fused projections.
 
     Few tokens run the fused projections, or the whole layer as one if they fit together. Many tokens run the
-    block with the projections' raw products, and batches with LoRAs the block itself. The fused projections
-    do not see a module that is replaced: `Decoder.replace` puts the block back in this one's place.
+    block with `unfused` products, and batches with LoRAs the block itself. The fused projections do not see a
+    module that is replaced: `Decoder.replace` puts the block back in this one's place.
     """
 
     def __init__(self, block: Block, qkv: FusedLinear, o: FusedLinear, mlp: FusedMlp | None, max_tokens: int) -> None:
@@ -91,7 +91,7 @@ class FusedBlock:
         self.block = block
         self.qkv, self.o, self.fused_mlp = qkv, o, mlp
         self.max_tokens = max_tokens
-        self._separate_block = _with_separate_products(block, qkv, mlp)
+        self._unfused_block = _with_unfused_products(block, qkv, mlp)
         self.fused_layer: FusedLayer | None = None
         if mlp is not None:
             norm = None if block.attn.norm is no_qk_norm else block.attn.norm
@@ -111,8 +111,8 @@ class FusedBlock:
         self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream in and out, as in `Block`."""
-        if (unfused := self._unfused_block(batch)) is not None:
-            return unfused.forward(x, pending_residual, batch, kv)
+        if (block := self._block_for(batch)) is not None:
+            return block.forward(x, pending_residual, batch, kv)
         x = x if pending_residual is None else x + pending_residual
         if self.fused_layer is not None and (output := self.fused_layer(x, kv, batch)) is not None:
             return output, None
@@ -130,24 +130,24 @@ class FusedBlock:
 
     def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
         """Store keys and values only. Few tokens run the whole layer, which takes hardly longer."""
-        if batch.ids.numel() > FUSE_MAX_TOKENS or self._unfused_block(batch) is not None:
-            (self.block if batch.adapters else self._separate_block).fill_kv(x, pending_residual, batch, kv)
+        if batch.ids.numel() > FUSE_MAX_TOKENS or self._block_for(batch) is not None:
+            (self.block if batch.adapters else self._unfused_block).fill_kv(x, pending_residual, batch, kv)
         else:
             self.forward(x, pending_residual, batch, kv)
 
-    def _unfused_block(self, batch: Batch) -> Block | None:
-        """The block that runs a batch with LoRAs or with many tokens; None: run fused."""
+    def _block_for(self, batch: Batch) -> Block | None:
+        """The block that runs a batch with LoRAs or with many tokens; None for a batch that runs fused."""
         if batch.adapters:
             return self.block
-        return self._separate_block if batch.ids.numel() > self.max_tokens else None
+        return self._unfused_block if batch.ids.numel() > self.max_tokens else None
 
 
-def _with_separate_products(block: Block, qkv: FusedLinear, fused_mlp: FusedMlp | None) -> Block:
-    """The block with matrices that share an input as one product, for many tokens."""
+def _with_unfused_products(block: Block, qkv: FusedLinear, fused_mlp: FusedMlp | None) -> Block:
+    """The block with the `unfused` products of matrices that share an input, for many tokens."""
     attn, mlp = block.attn, block.mlp
-    attn = Attention(attn.head_dim, SeparateQkv(qkv), attn.norm, attn.attend, attn.o)
+    attn = Attention(attn.head_dim, UnfusedQkv(qkv), attn.norm, attn.attend, attn.o)
     if fused_mlp is not None and isinstance(mlp, GatedMlp):
-        mlp = SeparateGateUpMlp(mlp, fused_mlp.gate_up)
+        mlp = UnfusedGateUpMlp(mlp, fused_mlp.gate_up)
     return Block(attn, mlp, block.attn_norm, block.mlp_norm, block.attn_post_norm, block.mlp_post_norm)
 
 

@@ -1,15 +1,12 @@
-"""Matrices and what is made of them: Linear, token embedding, LM head, MLPs, mixture of experts."""
+"""Matrices: Linear, the token embedding and the LM head."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.interface import ActivationFn, AddNormFn, EmbeddingFn, GatedActivationFn, LinearFn, MoeFn
+from ..kernels.interface import AddNormFn, EmbeddingFn, LinearFn
 from .batch import Batch
 
 
@@ -79,68 +76,3 @@ class Head:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
-
-
-class MlpLike(Protocol):
-    """Any of the MLPs."""
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """(rows, tokens, hidden) → the same shape."""
-        ...
-
-
-class GatedMlp:
-    """down(act(gate) · up)."""
-
-    def __init__(self, act: GatedActivationFn, gate: Linear, up: Linear, down: Linear) -> None:
-        self.act = act
-        self.gate, self.up, self.down = gate, up, down
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """(rows, tokens, hidden) → the same shape."""
-        hidden = self.act(self.gate.forward(x, batch), self.up.forward(x, batch))
-        return self.down.forward(hidden, batch)
-
-
-class PlainMlp:
-    """down(act(up))."""
-
-    def __init__(self, act: ActivationFn, up: Linear, down: Linear) -> None:
-        self.act = act
-        self.up, self.down = up, down
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """(rows, tokens, hidden) → the same shape."""
-        return self.down.forward(self.act(self.up.forward(x, batch)), batch)
-
-
-class Expert(NamedTuple):
-    """The three matrices of one expert, a gated MLP."""
-
-    gate: Linear
-    up: Linear
-    down: Linear
-
-
-class Experts:
-    """All experts of a layer behind one kernel, which routes each token to a few of them."""
-
-    def __init__(self, kernel: MoeFn, experts: Sequence[Expert]) -> None:
-        self.kernel = kernel
-        self.experts = experts  # what the kernel was bound to; LoRA reads their shapes
-
-    def forward(self, x: Tensor, logits: Tensor, batch: Batch) -> Tensor:
-        """(rows, tokens, hidden) and the router's (rows, tokens, experts) → (rows, tokens, hidden)."""
-        return self.kernel(x, logits)
-
-
-class MoeMlp:
-    """A router and its experts."""
-
-    def __init__(self, router: Linear, experts: Experts) -> None:
-        self.router = router
-        self.experts = experts
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """(rows, tokens, hidden) → the same shape."""
-        return self.experts.forward(x, self.router.forward(x, batch), batch)

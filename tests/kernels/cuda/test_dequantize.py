@@ -94,6 +94,6 @@ def test_rows_may_lie_apart(modules: EmulatedModuleCache) -> None:
         x = every[:rows, 1:, : packed[0].in_features]
         assert off(linear(x), product(x, packed[0])) < LIMIT
     pair = CudaFusedLinear(GemmDispatch(tuned.product(unify_groups([other.tiles] * 2)), False), [other, other])
-    for rows, answers in ((3, pair(every[:3, 1:], None)), (70, pair.separate(every[:, 1:]))):
+    for rows, answers in ((3, pair(every[:3, 1:], None)), (70, pair.unfused(every[:, 1:]))):
         for got in answers:
             assert off(got, product(every[:rows, 1:], packed[1])) < LIMIT

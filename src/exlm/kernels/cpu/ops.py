@@ -127,7 +127,7 @@ class FusedLinear(interface.FusedLinear):
         self._library.fused_linear(*pointers, rows * tokens, *outputs, torch.get_num_threads())
         return outs
 
-    def separate(self, x: Tensor) -> list[Tensor]:
+    def unfused(self, x: Tensor) -> list[Tensor]:
         """The raw product of x with each matrix."""
         return [matrix(x) for matrix in self._matrices]
 

@@ -79,7 +79,7 @@ class CudaFusedLinear(b.FusedLinear):
             return fuse_layer_kernels((self.product, o.product, gate.product, down.product), attend, norm)
         return None
 
-    def separate(self, x: Tensor) -> list[Tensor]:
+    def unfused(self, x: Tensor) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each, of many rows and with nothing before or behind."""
         rows = x.reshape(-1, x.shape[-1])
         return [y.view(*x.shape[:-1], y.shape[1]) for many in self._many for y in many(rows)]
