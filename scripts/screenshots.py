@@ -73,7 +73,8 @@ def wait_until_ready(url: str, seconds: float = 120.0) -> None:
 
 def terminal_chat(lines: list[str]) -> None:
     """`exlm chat` in a terminal of 88 columns, as SVG."""
-    output = run_in_terminal([sys.executable, "-m", "exlm", "chat", "--temperature", "0", "--max-new-tokens", "60", "--stats", "--no-history"], lines)
+    options = ["--temperature", "0", "--max-new-tokens", "60", "--stats", "--no-history"]
+    output = run_in_terminal([sys.executable, "-m", "exlm", "chat", *options], lines)
     console = Console(record=True, width=88, file=open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
     console.print("[bold]$ exlm chat[/]")
     console.print(Text.from_ansi(visible_text(output)))
