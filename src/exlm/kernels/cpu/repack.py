@@ -3,14 +3,18 @@
 The way of one weight from a file to a dot product:
 
     formats/*: codes (words, outputs), scales, zeros           formats/*: (outputs, inputs) numbers
-        |  repack_panels: groups are padded to kblocks              |  pack_dense: 12 bits a number (BF12),
-        |  of 16 inputs, input_of_k says which input                |  else 16, if they hold every number
-        v  is at each k                                             v
+        |  repack_panels, exlm_repack_panels: groups are            |  pack_dense: 12 bits a number (BF12),
+        |  padded to kblocks of 16 k                                |  else 16, if they hold every number
+        v                                                           v
     panels of 48 outputs (drawn in csrc/w_panels.h)            rows of outputs (drawn in csrc/bf12.h)
-        |  csrc/gemm_int8.h: activations become 16-bit              |  csrc/gemm_float.h: float32 FMA
+        |  exlm_linear, gemm_int8: activations become 16-bit        |  exlm_linear, gemm_float: float32 FMA
         |  integers, dot products int32 (csrc/exlm_cpu.c)           |
         v                                                           v
     y (rows, outputs) float32
+
+The inputs of a quantised weight are numbered in three ways. A stored row is one input's codes, in the file's
+order. k counts stored rows with the padding of groups between them: row_of_k gives the stored row at each k, -1
+for padding. input_of_k gives the column of x there, which differs where the file is permuted (act-order).
 
 A `PackedMatrix` holds the C struct of such a matrix (csrc/matrix.h) and the memory that it points to.
 """

@@ -1,8 +1,8 @@
 /* The parts that decode and prefill attention share: arguments, RoPE, the paged KV cache, softmax.
 
-   Keys and values are float32, float16, codes of 8 or 4 bits over a Hadamard rotation with a float16 scale for each 32
-   (KV_GROUP), or the upper bytes of float16. Every head of every token is computed by itself and over its keys in
-   order, so its bits depend neither on the batch nor on threads. */
+   Keys and values are float32, float16 or quantised (kv_quant.h): codes of 8 or 4 bits after a Hadamard transform, with
+   a float16 scale for each 32 (KV_GROUP), or FP8 E5M2. Every head of every token is computed by itself and over its
+   keys in order, so its bits depend neither on the batch nor on threads. */
 
 #ifndef EXLM_ATTN_COMMON_H
 #define EXLM_ATTN_COMMON_H

@@ -26,8 +26,8 @@ enum { FLOAT_MR = VLEN == 16 ? 8 : VLEN == 8 ? 4 : 2, MAX_NR = 4 };
 #define FLOAT_NR(rows) ((rows) == 1 ? MAX_NR : VLEN < 16 ? 1 : (rows) > 4 ? 2 : MAX_NR)
 typedef f32v FloatSums[MAX_NR][FLOAT_MR][LANE_REGS];
 
-enum { FLOAT_TILE_N = 8 };                               /* outputs are a multiple of it */
-enum { MAX_BLOCK_M = 96, X_BLOCK_BYTES = 1 << 19 };  /* rows of x that are multiplied while weights are cached */
+enum { FLOAT_TILE_N = 8 };                          /* outputs are a multiple of it */
+enum { MAX_BLOCK_M = 96, X_BLOCK_BYTES = 1 << 19 }; /* rows of x that are multiplied while weights are cached */
 enum { FLOAT_PREFETCH_BYTES = 512, FLOAT_NC_BYTES = 1 << 18 }; /* bytes ahead; bytes of weights that stay in L2 */
 
 #define EACH_KBLOCK(kblock) _Pragma("GCC unroll 8") for (int kblock = 0; kblock < kblocks; kblock++)
