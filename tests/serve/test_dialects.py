@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NotRequired
 
 import pytest
 from typing_extensions import TypedDict
 
 from exlm.serve import APIError, CompletionRequest, GenerationRequest, dialects
 from exlm.serve.errors import to_api_error
-from exlm.serve.generation import OutputDelta
+from exlm.serve.generation import FinishInfo, OutputDelta
 from exlm.serve.responses import Endpoint
 from exlm.serve.schema import StrictModel
 from tests.serve.running_server import RunningServer, preloaded, running_server
@@ -24,6 +24,7 @@ class ToyRequest(StrictModel):
     question: str
     length: int
     heat: float
+    until: str | None = None
     stream: bool = False
 
 
@@ -31,6 +32,7 @@ class ToyReply(TypedDict):
     """The whole continuation, or a part of it."""
 
     answer: str
+    ended_by: NotRequired[str | None]
 
 
 class ToyWriter:
@@ -42,15 +44,19 @@ class ToyWriter:
 
     def __init__(self, request: GenerationRequest, unique_id: str | None, created: int | None) -> None:
         self.request = request
-        self.done = False
+        self.finish: FinishInfo | None = None
         self._texts: list[str] = []
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None
 
     def start_events(self) -> list[ToyReply]:
         return []
 
     def push(self, index: int, delta: OutputDelta) -> list[ToyReply]:
         self._texts.append(delta.text)
-        self.done = delta.finish is not None
+        self.finish = delta.finish
         return [{"answer": delta.text}]
 
     def final_events(self) -> list[ToyReply]:
@@ -65,12 +71,17 @@ class ToyWriter:
         return {"failed": to_api_error(error).message}
 
     def body(self) -> ToyReply:
-        return {"answer": "".join(self._texts)}
+        assert self.finish is not None
+        return {"answer": "".join(self._texts), "ended_by": self.finish.stop_string}
 
 
 def to_openai(request: ToyRequest) -> CompletionRequest:
     return CompletionRequest(
-        prompt=request.question, max_tokens=request.length, temperature=request.heat, stream=request.stream
+        prompt=request.question,
+        max_tokens=request.length,
+        temperature=request.heat,
+        stop=request.until,
+        stream=request.stream,
     )
 
 
@@ -99,6 +110,9 @@ def test_a_dialect_has_its_own_requests_responses_and_streams(server: RunningSer
     assert (status, headers["content-type"]) == (200, "application/x-ndjson")
     *events, last = [json.loads(line) for line in text.splitlines()]
     assert last == {"end": True}
+    assert reply["ended_by"] is None
+    stop = reply["answer"][2:4]
+    assert server.post("/toy", **asked, until=stop)[1]["ended_by"] == stop
     assert "".join(event["answer"] for event in events) == reply["answer"]
 
 

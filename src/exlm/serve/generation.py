@@ -486,6 +486,8 @@ class FinishInfo:
     rejected_draft_tokens: int
     seconds: tuple[float, float, float]
     """In the queue, in prefill, in generation."""
+    stop_string: str | None = None
+    """The stop string that ended the text, which some dialects report."""
 
 
 @dataclass(frozen=True)
@@ -516,6 +518,7 @@ def output_delta(result: Mapping[str, Any], request: GenerationRequest) -> Outpu
             accepted_draft_tokens=result.get("accepted_draft_tokens", 0),
             rejected_draft_tokens=result.get("rejected_draft_tokens", 0),
             seconds=(result["time_enqueued"], result["time_prefill"], result["time_generate"]),
+            stop_string=result.get("eos_triggering_string"),
         )
     text = result.get("text", "")
     return OutputDelta(text, tokens, finish) if text or tokens or finish else None
