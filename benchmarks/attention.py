@@ -48,9 +48,9 @@ WARP_CONFIGS = {
     "Q8": [(4, 1, 3), (4, 1, 4), (4, 2, 2)],
     "Q4": [(4, 1, 4), (4, 2, 3), (4, 4, 2)],
 }
-"""Warps, steps and resident blocks of the configurations to compare."""
+"""Warps, KV_M16 and resident blocks of the configurations to compare."""
 SPLITS = [(64, 32, 1), (64, 32, 2), (128, 32, 2), (256, 32, 2)]
-"""Units, slots and waves."""
+"""Smallest split, most splits and waves."""
 
 
 class Step(NamedTuple):
@@ -169,8 +169,8 @@ def decode_tables(kernels: Kernels, rows: list[int], pasts: list[int], speed: fl
 
 def split_configs(cache: str) -> Iterator[cuda.SplitConfig]:
     """Every launch configuration to compare."""
-    for (warps, steps, resident), (unit, slots, waves) in product(WARP_CONFIGS[cache], SPLITS):
-        yield cuda.SplitConfig(warps, steps, resident, unit, slots, waves)
+    for warps, splits in product(WARP_CONFIGS[cache], SPLITS):
+        yield cuda.SplitConfig(*warps, *splits)
 
 
 def compile_ahead(kernels: Kernels) -> None:
@@ -179,9 +179,9 @@ def compile_ahead(kernels: Kernels) -> None:
     wanted = set()
     for heads, cache in product(SHAPES.values(), CACHES):
         pages = layer(cache, 1, heads[1], kernels.device).kv_pages
-        for plan, columns in product(split_configs(cache), (1, 2)):
-            chosen = cuda.choices(kernels.attn(heads), pages, plan, columns, False)
-            if columns == 1 or 5 * heads[0] > 8 * heads[1]:
+        for plan, n8_tiles in product(split_configs(cache), (1, 2)):
+            chosen = cuda.attn_defines(kernels.attn(heads), pages, plan, n8_tiles, False)
+            if n8_tiles == 1 or 5 * heads[0] > 8 * heads[1]:
                 wanted.add(tuple(sorted(chosen.items())))
     folder = ArtifactCache(FOLDER)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -211,7 +211,7 @@ def config_tables(kernels: Kernels, speed: float) -> Iterator[Table]:
             for step in steps:
                 took = layer_microseconds(step, cuda_attention)
                 cells.append(f"{took:.1f} ({bandwidth_share(step, took, speed):.0%})")
-            form = f"{plan.warps}/{plan.steps}/{plan.resident} {plan.unit}/{plan.slots}/{plan.waves}"
+            form = f"{plan.warps}/{plan.kv_m16}/{plan.min_blocks} {plan.min_split}/{plan.max_splits}/{plan.max_waves}"
             table.add_row(form, *cells)
         yield table
 

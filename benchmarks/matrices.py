@@ -1,5 +1,5 @@
 """GEMM kernels on the packed matrices of a 7B model, beside the copy bandwidth: `python -m
-benchmarks.matrices`.
+benchmarks.weights`.
 
 Every matrix is a different one, so that none is in L2; times are of replayed CUDA graphs.
 """
@@ -19,12 +19,13 @@ from rich.table import Table
 
 from exlm.bench.synthetic import RandomTensors, SyntheticFormat, synthetic_format
 from exlm.formats import PackedWeight
-from exlm.kernels.cuda import gemm, gemm_m64
-from exlm.kernels.cuda.gemm import GemmM16, RmsNorm, TileConfig
+from exlm.kernels.cuda import gemm_m16, gemm_m64
+from exlm.kernels.cuda.gemm_m16 import GemmM16, RmsNorm, TileConfig
 from exlm.kernels.cuda.gemm_m64 import GemmM64, TileConfigM64
-from exlm.kernels.cuda.lanes import MAX_M16
 from exlm.kernels.cuda.module_cache import ModuleCache, compile_cached, target
-from exlm.kernels.cuda.repack import MmaWeight, repack
+from exlm.kernels.cuda.prepacked import MAX_M16
+from exlm.kernels.cuda.repack import GpuRepacker, repack
+from exlm.kernels.cuda.weight_tile import MmaWeight
 
 from .gpu import copy_bandwidth, replay_seconds
 
@@ -44,8 +45,8 @@ CONFIGS = [
     )
 ]  # fmt: skip
 CONFIGS_M64 = [
-    *(TileConfigM64(1, 8, 3, 2, pieces) for pieces in (0, 1, 2, 3, 4, 8)),
-    *(TileConfigM64(1, 4, 4, 4, pieces) for pieces in (1, 2, 4)),
+    *(TileConfigM64(1, 8, 3, 2, split_k) for split_k in (0, 1, 2, 3, 4, 8)),
+    *(TileConfigM64(1, 4, 4, 4, split_k) for split_k in (1, 2, 4)),
     TileConfigM64(2, 8, 4, 1),
     TileConfigM64(2, 4, 4, 2),
 ]
@@ -53,11 +54,13 @@ CONFIGS_M64 = [
 Work = Callable[[], None]
 
 
-def random_tiles(inputs: int, outputs: int, fmt: SyntheticFormat, random: RandomTensors) -> MmaWeight:
+def random_weight(
+    modules: ModuleCache, inputs: int, outputs: int, fmt: SyntheticFormat, random: RandomTensors
+) -> MmaWeight:
     """A random matrix in a format, repacked for the kernels."""
     weight = fmt.weight(inputs, outputs, random, False, 0.02)
     assert isinstance(weight, PackedWeight)
-    return repack(weight)
+    return repack(weight, GpuRepacker(modules))
 
 
 def tile_configs(rows: int) -> Sequence[TileConfig]:
@@ -66,13 +69,13 @@ def tile_configs(rows: int) -> Sequence[TileConfig]:
 
 
 def bind_gemm(
-    modules: ModuleCache, matrices: list[MmaWeight], normal: RmsNorm | None, plan: TileConfig
+    modules: ModuleCache, weights: list[MmaWeight], norm: RmsNorm | None, plan: TileConfig
 ) -> GemmM16 | GemmM64:
     """The GEMM of fused matrices, with a tile configuration."""
-    act = "silu" if len(matrices) == 2 else None
+    act = "silu" if len(weights) == 2 else None
     if isinstance(plan, TileConfigM64):
-        return GemmM64(GemmM16(modules, matrices, normal, act), plan)
-    return GemmM16(modules, matrices, normal, act, plan)
+        return GemmM64(GemmM16(modules, weights, norm, act), plan)
+    return GemmM16(modules, weights, norm, act, plan)
 
 
 def layer_chain(modules: ModuleCache, layers: list[list[MmaWeight]], norm: bool, plan: TileConfig, rows: int) -> Work:
@@ -81,7 +84,7 @@ def layer_chain(modules: ModuleCache, layers: list[list[MmaWeight]], norm: bool,
     x = torch.randn(rows, inputs, device=device).half()
     normal = RmsNorm(torch.rand(inputs, device=device), 1e-5) if norm else None
     products = [bind_gemm(modules, one, normal, plan) for one in layers]
-    out = [torch.empty(rows, width, device=device).half() for width in products[0].widths]
+    out = [torch.empty(rows, width, device=device).half() for width in products[0].output_widths]
     residual = None if norm else out[0].clone()
 
     def run() -> None:
@@ -98,16 +101,16 @@ def compile_ahead(modules: ModuleCache, model: dict[str, list[list[MmaWeight]]],
     for name, layers in model.items():
         normal = RmsNorm(torch.ones(SHAPES[name][0], device=modules.device), 1e-5) if SHAPES[name][2] else None
         for number, plan in ((count, plan) for count in rows for plan in tile_configs(count)):
-            source = gemm_m64.SOURCE if isinstance(plan, TileConfigM64) else gemm.SOURCE
+            source = gemm_m64.SOURCE if isinstance(plan, TileConfigM64) else gemm_m16.SOURCE
             product = bind_gemm(modules, layers[0], normal, plan)
-            needed.add((source, tuple(sorted(product.choices(number).items()))))
+            needed.add((source, tuple(sorted(product.defines(number).items()))))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: compile_cached(one[0], one[1], device, modules.cache), needed))
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.matrices", description="Packed matrices.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description="Packed matrices.")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16])
     parser.add_argument("--form", default="exl2", help="exl2, gptq or gguf")
     parser.add_argument("--bits", type=float, help="bits per weight; default: the format's usual")
@@ -118,12 +121,14 @@ def main() -> None:
     roof = copy_bandwidth(device)
     stored, random = synthetic_format(chosen.form, chosen.bits), RandomTensors(1, device)
     model = {
-        name: [[random_tiles(inputs, width, stored, random) for width in widths] for _ in range(LAYERS)]
+        name: [[random_weight(modules, inputs, width, stored, random) for width in widths] for _ in range(LAYERS)]
         for name, (inputs, widths, _) in SHAPES.items()
     }
     compile_ahead(modules, model, chosen.rows)
     title = f"{stored}; a copy moves {roof / 1e12:.2f} TB/s"
-    table = Table("matrix", "rows", "us", "TB/s", "% of copy", "tiles, warps, stages (, resident)", title=title)
+    table = Table(
+        "matrix", "rows", "us", "TB/s", "% of copy", "warp tiles, warps, stages (, min blocks, split-K)", title=title
+    )
     for rows in chosen.rows:
         total = 0.0
         for name, layers in model.items():

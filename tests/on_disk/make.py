@@ -161,22 +161,23 @@ def make_batches(data: Path, scratch: Path) -> None:
 
 def make_plans(data: Path, scratch: Path) -> None:
     """What `exlm tune` keeps for a GPU, written by its own writer."""
-    from exlm.kernels.cuda.repack import repack, unify_groups
     from exlm.kernels.cuda.tuning import GemmShape, TuneCache, shape_name, tuned_file
+    from exlm.kernels.cuda.weight_tile import unify_groups
     from tests.kernels.cuda.emulator import EmulatedModuleCache
     from tests.kernels.cuda.random_weights import weight
+    from tests.kernels.cuda.repack_oracle import repack
 
     file = tuned_file(scratch / "plans" / "kernels", "NVIDIA H200")
     tuned = TuneCache(EmulatedModuleCache(scratch), file)  # type: ignore[arg-type]
     kinds = []
     for name, setting in {"4 bits": (1, 3, 4), "6 and 4 bits": (2, 5, 3), "minimums": (3, 4, 2)}.items():
-        product = tuned.product([repack(weight(name))])
-        kinds.append(GemmShape(shape_name(product.matrices, None), [product]))
-        kinds[-1].turn(setting)
-    pair = tuned.product(unify_groups([repack(weight("4 bits"))] * 2), None, "silu")
-    kinds.append(GemmShape(shape_name(pair.matrices, "silu"), [pair]))
-    kinds[-1].turn((2, 6, 3))
-    assert tuned.keep(kinds) == file
+        product = tuned.gemm([repack(weight(name))])
+        kinds.append(GemmShape(shape_name(product.weights, None), [product]))
+        kinds[-1].apply(setting)
+    pair = tuned.gemm(unify_groups([repack(weight("4 bits"))] * 2), None, "silu")
+    kinds.append(GemmShape(shape_name(pair.weights, "silu"), [pair]))
+    kinds[-1].apply((2, 6, 3))
+    assert tuned.save(kinds) == file
     shutil.copytree(file.parent, data / "kernels")
 
 

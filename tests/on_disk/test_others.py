@@ -30,16 +30,17 @@ def planned(file: Path, folder: Path) -> list[tuple[int, ...]]:
     """
     from dataclasses import astuple
 
-    from exlm.kernels.cuda.repack import repack, unify_groups
     from exlm.kernels.cuda.tuning import TuneCache, tuned_file
+    from exlm.kernels.cuda.weight_tile import unify_groups
     from tests.kernels.cuda.emulator import EmulatedModuleCache
     from tests.kernels.cuda.random_weights import weight
+    from tests.kernels.cuda.repack_oracle import repack
 
     assert tuned_file(file.parent, "NVIDIA H200") == file
     tuned = TuneCache(EmulatedModuleCache(folder), file)  # type: ignore[arg-type]
-    alone = [tuned.product([repack(weight(kind))]) for kind in ("4 bits", "6 and 4 bits", "minimums", "zero points")]
-    pair = tuned.product(unify_groups([repack(weight("4 bits"))] * 2), None, "silu")
-    return [astuple(product.plan) for product in (*alone, pair)]
+    alone = [tuned.gemm([repack(weight(kind))]) for kind in ("4 bits", "6 and 4 bits", "minimums", "zero points")]
+    pair = tuned.gemm(unify_groups([repack(weight("4 bits"))] * 2), None, "silu")
+    return [astuple(product.config) for product in (*alone, pair)]
 
 
 def test_plans_are_used_by_the_version_that_made_them(tmp_path: Path) -> None:

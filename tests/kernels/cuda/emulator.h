@@ -1,6 +1,6 @@
-// A CUDA source as C++ for a processor: each thread of a thread block is a fibre, and whoever meets others waits.
-// Blocks run one after the other, as far as they can. Shared memory is NaNs at first, and so is what a copy on its
-// way will overwrite.
+// A CUDA source as C++ for a processor: each thread of a thread block is a fibre. A fibre that reaches a barrier waits
+// for the others. Blocks run one after the other, as far as they can. Shared memory is NaNs at first, and so is what a
+// copy on its way will overwrite.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

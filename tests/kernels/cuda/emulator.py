@@ -45,7 +45,7 @@ class EmulatedModuleCache:
     """Compiles with the machine's own compiler into a folder."""
 
     device = torch.device("cpu")
-    memory = 227 * 1024
+    max_smem = 227 * 1024
     num_sms = 4
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class EmulatedModuleCache:
         self._made: dict[tuple[Path, tuple[tuple[str, int], ...]], Emulated] = {}
 
     def module(self, source: Path, **defines: int) -> Emulated:
-        """A source with its choices made."""
+        """Compile a source with these -D constants."""
         key = source, tuple(sorted(defines.items()))
         if key not in self._made:
             self._made[key] = Emulated(ctypes.CDLL(str(self._build(source, defines))))

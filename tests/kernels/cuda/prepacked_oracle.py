@@ -1,57 +1,56 @@
-"""Rows as products take them, read and written plainly."""
+"""Packed activations, read and written in torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from exlm.kernels.cuda.lanes import MAX_M16
-from exlm.kernels.cuda.prepacked import NO_SLOT, InputLayout, PackedActs
-from exlm.kernels.cuda.repack import repack
+from exlm.kernels.cuda.prepacked import MAX_M16, NO_SLOT, InputLayout, PackedActs
 from tests.kernels.cuda.random_weights import matrix, segment
+from tests.kernels.cuda.repack_oracle import repack
 
 
 def input_layout(inputs: int, device: torch.device) -> InputLayout:
-    """Of a matrix whose codes have one or two digits, in any order, with gaps."""
+    """Of a weight whose codes have one or two digits, with a permutation and padding."""
     parts = (6, [32]), (5, [32]), (4, [32] * (inputs // 32 - 2))
-    made = matrix(tuple(segment(bits, sizes, 16, False, False) for bits, sizes in parts if sizes), 16)
-    return InputLayout([repack(made.to(device))], [0], None)
+    packed = matrix(tuple(segment(bits, sizes, 16, False, False) for bits, sizes in parts if sizes), 16)
+    return InputLayout([repack(packed.to(device))], [0], None)
 
 
-def spots(handed: PackedActs, places: Tensor) -> Tensor:
-    """(rows, …) where stored inputs of each row are among the words."""
-    rows = torch.arange(handed.rows).view(-1, *[1] * places.dim())
-    if handed.rows <= MAX_M16:
-        return (places // 32 * handed.room + rows) * 32 + places % 32
-    matrix, number = places // 32 * 4 + places % 8 // 2, places % 32 // 8 * 2 + places % 2
-    return ((matrix * (handed.room // 8) + rows // 8) * 8 + number) * 8 + rows % 8
+def slot_places(acts: PackedActs, slots: Tensor) -> Tensor:
+    """(rows, …) where slots of each row lie in `packed_x`."""
+    rows = torch.arange(acts.rows).view(-1, *[1] * slots.dim())
+    if acts.rows <= MAX_M16:
+        return (slots // 32 * acts.row_capacity + rows) * 32 + slots % 32
+    matrix, number = slots // 32 * 4 + slots % 8 // 2, slots % 32 // 8 * 2 + slots % 2
+    return ((matrix * (acts.row_capacity // 8) + rows // 8) * 8 + number) * 8 + rows % 8
 
 
-def read_back(handed: PackedActs) -> Tensor:
-    """(rows, inputs): each of its copies the same, and zeros in the gaps."""
-    input_layout, words = handed.input_layout, handed.words.cpu()
-    places = input_layout.places.cpu().int() & NO_SLOT
-    there = places != NO_SLOT
-    found = words[spots(handed, torch.where(there, places, places[:, :1]))]
+def read_back(acts: PackedActs) -> Tensor:
+    """(rows, inputs), after checking that all slots of an input agree, and that padding is zero."""
+    layout, packed_x = acts.layout, acts.packed_x.cpu()
+    slots = layout.slots.cpu().int() & NO_SLOT
+    exists = slots != NO_SLOT
+    found = packed_x[slot_places(acts, torch.where(exists, slots, slots[:, :1]))]
     assert torch.equal(found, found[..., :1].expand_as(found))
-    gaps = input_layout.gaps.cpu().int() & NO_SLOT
-    assert not words[spots(handed, gaps)].any()
-    assert len(gaps) + int(there.sum()) == input_layout.stored
+    pad_slots = layout.pad_slots.cpu().int() & NO_SLOT
+    assert not packed_x[slot_places(acts, pad_slots)].any()
+    assert len(pad_slots) + int(exists.sum()) == layout.num_slots
     return found[..., 0]
 
 
-def leave(input_layout: InputLayout, x: Tensor) -> PackedActs:
-    """Rows handed over without a kernel, their squares in two shares."""
-    handed, numbers = input_layout.open(len(x), 2), x.float().cpu()
-    handed.words.zero_()
-    if handed.squares is not None and input_layout.norm is not None:
+def prepack(layout: InputLayout, x: Tensor) -> PackedActs:
+    """Rows packed in torch, with two partial sums of squares for each."""
+    acts, numbers = layout.allocate(len(x), 2), x.float().cpu()
+    acts.packed_x.zero_()
+    if acts.rms_partials is not None and layout.norm_weight is not None:
         halves = numbers.double().square().tensor_split(2, 1)
-        handed.squares.copy_(torch.stack([one.sum(1) for one in halves], 1).flatten())
-        numbers = numbers * input_layout.norm.cpu()
-    places = input_layout.places.cpu().int() & NO_SLOT
-    every = numbers.half()[:, :, None].expand(-1, -1, places.shape[1])
-    there = (places != NO_SLOT).expand_as(every)
-    words = handed.words.cpu()
-    words[spots(handed, places)[there]] = every[there]
-    handed.words.copy_(words)
-    return handed
+        acts.rms_partials.copy_(torch.stack([one.sum(1) for one in halves], 1).flatten())
+        numbers = numbers * layout.norm_weight.cpu()
+    slots = layout.slots.cpu().int() & NO_SLOT
+    every = numbers.half()[:, :, None].expand(-1, -1, slots.shape[1])
+    exists = (slots != NO_SLOT).expand_as(every)
+    packed_x = acts.packed_x.cpu()
+    packed_x[slot_places(acts, slots)[exists]] = every[exists]
+    acts.packed_x.copy_(packed_x)
+    return acts

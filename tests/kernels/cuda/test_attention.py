@@ -28,7 +28,7 @@ def refuse(*_: Any) -> Tensor:
 
 
 class RopeTables:
-    """A rotation that only has tables."""
+    """RoPE that only has tables."""
 
     def __init__(self, case: Case, style: str, device: torch.device) -> None:
         made = RotaryEmbedding(rope(case, style), 8192, device)
@@ -36,7 +36,7 @@ class RopeTables:
         self.dim, self.interleaved = made.dim, style == "gptj"
 
     def __call__(self, *_: Tensor) -> tuple[Tensor, Tensor]:
-        raise AssertionError("turned outside of the kernel")
+        raise AssertionError("RoPE outside of the kernel")
 
 
 def rope(case: Case, style: str) -> spec.Rope:
@@ -55,13 +55,13 @@ def compare(
     got = attend(q, k, v, twin, step.metadata)
     assert float((got - want).float().norm() / want.float().norm()) < 2e-3
     rows = got.flatten(0, 1)
-    handed = input_layout(rows.shape[1], device).open(len(rows), 0)
-    handed.words.fill_(float("nan"))
+    acts = input_layout(rows.shape[1], device).allocate(len(rows), 0)
+    acts.packed_x.fill_(float("nan"))
     assert third.kv_pages is not None
-    attend.leave(q, k, v, third.kv_pages, step.metadata, handed)
-    assert torch.equal(read_back(handed), rows.cpu())
+    attend.launch(q, k, v, third.kv_pages, step.metadata, packed_out=acts)
+    assert torch.equal(read_back(acts), rows.cpu())
     assert all(torch.equal(a, b) for a, b in zip(third.tensors, twin.tensors, strict=True))
-    assert int(counters.counts.abs().sum()) == 0
+    assert int(counters.arrivals.abs().sum()) == 0
     for mine, right in zip(twin.tensors, step.layer.tensors, strict=True):
         if mine.dtype is torch.uint8:
             assert float((mine != right).float().mean()) < 2e-3
@@ -69,24 +69,24 @@ def compare(
             torch.testing.assert_close(mine, right, rtol=2e-2, atol=1e-3)
 
 
-SMALL = SplitConfig(warps=4, unit=64, slots=4, waves=4)
+SMALL = SplitConfig(warps=4, min_split=64, max_splits=4, max_waves=4)
 EMULATED = [
     (Case("float", HALF, 2, 2, 64, (300, 5, 0), 1), SMALL),
     (Case("float", HALF, 2, 2, 64, (300, 5), 1, window=40), SMALL),
     (Case("float", HALF, 8, 2, 128, (300, 77), 3), SMALL),
-    (Case("q8", HALF, 4, 2, 64, (130, 7), 1), replace(SMALL, steps=2)),
+    (Case("q8", HALF, 4, 2, 64, (130, 7), 1), replace(SMALL, kv_m16=2)),
     (Case("q8", HALF, 1, 1, 128, (70,), 1), SMALL),
     (Case("q6", HALF, 2, 2, 64, (90,), 3), SMALL),
-    (Case("q4", HALF, 8, 2, 128, (130, 7), 1), replace(SMALL, steps=4)),
+    (Case("q4", HALF, 8, 2, 128, (130, 7), 1), replace(SMALL, kv_m16=4)),
     (Case("q4", HALF, 2, 2, 128, (300, 64, 5, 0), 1), SMALL),
-    (Case("q4", HALF, 3, 3, 64, (700, 65), 1), replace(SMALL, warps=2, waves=1)),
+    (Case("q4", HALF, 3, 3, 64, (700, 65), 1), replace(SMALL, warps=2, max_waves=1)),
     (Case("q4", HALF, 2, 2, 128, (200, 5), 1, window=70), SMALL),
     (Case("q4", HALF, 1, 1, 128, (200, 5), 1, softcap=5.0, masked=True), SMALL),
     (Case("q6", HALF, 2, 2, 128, (130, 300), 1), SMALL),
     (Case("q8", HALF, 1, 1, 64, (130, 300), 1), replace(SMALL, warps=1)),
     (Case("q4", HALF, 2, 1, 64, (200, 5), 16, softcap=5.0, masked=True), SMALL),
     (Case("fp8", HALF, 4, 1, 64, (90, 1), 4), SMALL),
-    (Case("fp8", HALF, 1, 1, 128, (90, 64), 1), replace(SMALL, steps=2)),
+    (Case("fp8", HALF, 1, 1, 128, (90, 64), 1), replace(SMALL, kv_m16=2)),
 ]
 LARGE = [
     Case(cache, HALF, heads, kv, head, pasts, tokens, window, cap, hide)
@@ -146,16 +146,14 @@ def alone(counters: SplitCounters, case: Case, plan: SplitConfig | None, device:
     """Each row by itself, shared by other thread blocks and bound by its own length, gives the same bits."""
     (q, k, v), layer, metadata = cases.step(case, device, spare=3)
     attend = PagedDecodeAttention(counters, case.attn, RopeTables(case, "neox", device), refuse, plan)
-    dequant_gemms = attend(q, k, v, layer.clone(), metadata)
-    assert torch.equal(
-        attend(q, k, v, layer.clone(), replace(metadata, max_kv_len=metadata.max_kv_len + 700)), dequant_gemms
-    )
+    whole = attend(q, k, v, layer.clone(), metadata)
+    assert torch.equal(attend(q, k, v, layer.clone(), replace(metadata, max_kv_len=metadata.max_kv_len + 700)), whole)
     few = SplitCounters(counters.modules, 1)
-    attend = replace(attend, counters=few, plan=replace(plan or planned(case, layer), waves=1))
+    attend = replace(attend, counters=few, config=replace(plan or planned(case, layer), max_waves=1))
     for row, past in enumerate(case.pasts):
         one = slice(row, row + 1)
         mine = cases.one_row(metadata, row, past + case.tokens)
-        assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), mine), dequant_gemms[one])
+        assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), mine), whole[one])
 
 
 @pytest.mark.parametrize(("cache", "heads"), [("float", (2, 2)), ("q4", (8, 2)), ("q4", (2, 2))])
@@ -164,7 +162,7 @@ def test_a_row_is_the_same_in_any_batch(counters: SplitCounters, cache: str, hea
     alone(
         counters,
         Case(cache, HALF, *heads, head, (300, 0, 64, 65), 1),
-        replace(SMALL, steps=4 if head > 64 else 1),
+        replace(SMALL, kv_m16=4 if head > 64 else 1),
         CPU,
     )
 
@@ -180,8 +178,8 @@ def test_a_row_is_the_same_in_any_batch_on_a_gpu(
     alone(gpu, Case(cache, HALF, *heads, 128, pasts, tokens), None, torch.device("cuda"))
 
 
-def test_strided_heads_that_turned_elsewhere(counters: SplitCounters) -> None:
-    """Parts of one wide tensor, as a joint projection leaves them; a rotation without tables."""
+def test_strided_heads_with_rope_applied_before(counters: SplitCounters) -> None:
+    """Parts of one wide tensor, as a joint projection leaves them; RoPE without tables."""
     case = Case("float", HALF, 2, 2, 64, (70, 5), 1)
     _, layer, metadata = cases.step(case, CPU)
     wide = torch.randn(2, 1, 6 * 64).to(HALF)
@@ -267,10 +265,10 @@ TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_compiles(target: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
-    from exlm.kernels.cuda.attention import MHA_SOURCE, SOURCE, choices
+    from exlm.kernels.cuda.attention import MHA_SOURCE, SOURCE, attn_defines
     from exlm.kernels.cuda.module_cache import compile_source, read_source
 
-    for source, columns, case in (
+    for source, n8_tiles, case in (
         (SOURCE, 1, Case("float", HALF, 32, 8, 128, (5,), 1)),
         (SOURCE, 2, Case("q4", HALF, 4, 4, 64, (5,), 3, masked=True)),
         (MHA_SOURCE, 1, Case("q4", HALF, 32, 32, 128, (5,), 1)),
@@ -278,6 +276,6 @@ def test_it_compiles(target: str) -> None:
     ):
         layer = cases.step(case, CPU).layer
         assert layer.kv_pages is not None
-        chosen = choices(case.attn, layer.kv_pages, planned(case, layer), columns, case.masked)
+        chosen = attn_defines(case.attn, layer.kv_pages, planned(case, layer), n8_tiles, case.masked)
         options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{k}={v}" for k, v in chosen.items())]
         assert compile_source(read_source(source), source.name, options).startswith(b"\x7fELF")

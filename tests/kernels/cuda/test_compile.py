@@ -15,41 +15,40 @@ import torch
 from exlm.errors import KernelError, Unsupported
 from exlm.kernels.artifact_cache import ArtifactCache, warn_once
 from exlm.kernels.cuda import dequantize, gemm_m64, module_cache
-from exlm.kernels.cuda.gemm import SOURCE, GemmM16, KernelVariant, TileConfig, choices, dealt
-from exlm.kernels.cuda.gemm_m64 import TileConfigM64
-from exlm.kernels.cuda.layout import TileLayout
+from exlm.kernels.cuda.gemm_m16 import SOURCE, GemmM16, KernelVariant, TileConfig
+from exlm.kernels.cuda.gemm_m64 import TileConfigM64, m64_defines
 from exlm.kernels.cuda.module_cache import ModuleCache, compile_cached, compile_source, read_source
-from exlm.kernels.cuda.repack import repack
+from exlm.kernels.cuda.weight_tile import TileLayout
 from tests.kernels.cuda.random_weights import KINDS, weight
+from tests.kernels.cuda.repack_oracle import repack
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 EXL2 = TileLayout(4, 8, 2, "half", False)
 GPTQ = TileLayout(4, 8, 8, "table", False)
 GGUF = TileLayout(5, 2, 2, "none", True)
 MIXED = tuple(replace(EXL2, bits=bits) for bits in (3, 5, 6))
-CHOICES = {
-    "exl2": choices(KernelVariant((EXL2,) * 3, norm=True), 1, TileConfig(), 2),
-    "three widths": choices(KernelVariant(MIXED, norm=True), 2, TileConfig()),
-    "gptq": choices(KernelVariant((GPTQ,) * 2, act=1), 2, TileConfig()),
-    "gguf": choices(KernelVariant((GGUF,)), 2, TileConfig(1, 8, 3)),
-    "one row": choices(KernelVariant(MIXED[:2], norm=True, act=3, apart=True), 1, TileConfig(2, 16), 3),
-    "handed on": choices(KernelVariant((EXL2,) * 2, norm=True, act=1), 2, TileConfig())
-    | {"IN_PREPACKED": 1, "OUT_PREPACKED": 1},
-    "handed over": choices(KernelVariant(MIXED, norm=True), 1, TileConfig()) | {"IN_PREPACKED": 1, "OUT_PREPACKED": 0},
-    "two and eight bits": choices(
-        KernelVariant(tuple(replace(EXL2, bits=bits, fine=1) for bits in (2, 8))), 1, TileConfig(), 2
+PREPACKED = {"IN_PREPACKED": 1, "OUT_PREPACKED": 1}
+M16_DEFINES = {
+    "exl2": KernelVariant((EXL2,) * 3, norm=True).m16_defines(1, TileConfig(), 2),
+    "three widths": KernelVariant(MIXED, norm=True).m16_defines(16, TileConfig()),
+    "gptq": KernelVariant((GPTQ,) * 2, act=1).m16_defines(16, TileConfig()),
+    "gguf": KernelVariant((GGUF,)).m16_defines(16, TileConfig(1, 8, 3)),
+    "one row": KernelVariant(MIXED[:2], norm=True, act=3, separate_perm=True).m16_defines(1, TileConfig(2, 16), 3),
+    "prepacked in and out": KernelVariant((EXL2,) * 2, norm=True, act=1).m16_defines(16, TileConfig()) | PREPACKED,
+    "prepacked in": KernelVariant(MIXED, norm=True).m16_defines(8, TileConfig()) | PREPACKED | {"OUT_PREPACKED": 0},
+    "two and eight bits": KernelVariant(tuple(replace(EXL2, bits=bits, fine_ksteps=1) for bits in (2, 8))).m16_defines(
+        8, TileConfig(), 2
     ),
 }
-
-
-WIDE = {
-    "exl2": dealt(KernelVariant((EXL2,) * 3, norm=True), 8, TileConfigM64()),
-    "three widths": dealt(KernelVariant(MIXED, norm=True), 4, TileConfigM64()),
-    "gptq": dealt(KernelVariant((GPTQ,) * 2, act=1), 4, TileConfigM64(2)),
-    "gguf": dealt(KernelVariant((GGUF,)), 6, TileConfigM64(1, 4, 2)),
-    "handed on": dealt(KernelVariant((EXL2,) * 2, norm=True, act=1), 8, TileConfigM64(2))
-    | {"IN_PREPACKED": 1, "OUT_PREPACKED": 1},
-    "handed over": dealt(KernelVariant((GPTQ,)), 4, TileConfigM64()) | {"IN_PREPACKED": 1, "OUT_PREPACKED": 0},
+M64_DEFINES = {
+    "exl2": m64_defines(KernelVariant((EXL2,) * 3, norm=True), 64, TileConfigM64(min_blocks=1), 2),
+    "three widths": m64_defines(KernelVariant(MIXED, norm=True), 32, TileConfigM64(min_blocks=1), 2),
+    "gptq": m64_defines(KernelVariant((GPTQ,) * 2, act=1), 32, TileConfigM64(2, min_blocks=1), 2),
+    "gguf": m64_defines(KernelVariant((GGUF,)), 48, TileConfigM64(1, 4, 2, 1), 2),
+    "prepacked in and out": m64_defines(
+        KernelVariant((EXL2,) * 2, norm=True, act=1), 64, TileConfigM64(2, min_blocks=1), 2, True, True
+    ),
+    "prepacked in": m64_defines(KernelVariant((GPTQ,)), 32, TileConfigM64(min_blocks=1), 2, True),
 }
 
 
@@ -64,28 +63,34 @@ def _compiler() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", M16_DEFINES)
 def test_it_compiles(target: str, name: str) -> None:
-    image = compile_source(read_source(SOURCE), SOURCE.name, options(target, CHOICES[name]))
+    image = compile_source(read_source(SOURCE), SOURCE.name, options(target, M16_DEFINES[name]))
     assert image.startswith(b"\x7fELF")
     assert all(kernel in image for kernel in (b"gemm_m16", b"pack_activations"))
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", WIDE)
-def test_the_wide_one_compiles(target: str, name: str) -> None:
-    chosen = {**WIDE[name], "MIN_BLOCKS": 1, "SPLIT_K": 2}
-    image = compile_source(read_source(gemm_m64.SOURCE), gemm_m64.SOURCE.name, options(target, chosen))
+@pytest.mark.parametrize("name", M64_DEFINES)
+def test_gemm_m64_compiles(target: str, name: str) -> None:
+    image = compile_source(read_source(gemm_m64.SOURCE), gemm_m64.SOURCE.name, options(target, M64_DEFINES[name]))
     assert all(kernel in image for kernel in (b"gemm_m64", b"pack_activations"))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("layout", [EXL2, GPTQ, GGUF])
-def test_unpacking_compiles(target: str, layout: TileLayout) -> None:
-    chosen = {**dealt(KernelVariant((layout,)), 1, TileConfig()), "BLOCK_TILES": 4}
+def test_dequantize_compiles(target: str, layout: TileLayout) -> None:
+    chosen = dequantize.dequantize_defines(layout, 4)
     assert b"dequantize" in compile_source(
         read_source(dequantize.SOURCE), dequantize.SOURCE.name, options(target, chosen)
     )
+
+
+def test_a_ctypes_mirror_of_another_size_does_not_compile() -> None:
+    chosen = dequantize.dequantize_defines(EXL2, 4)
+    chosen["SIZEOF_DequantTarget"] += 8
+    with pytest.raises(KernelError, match="ctypes mirror differs: DequantTarget"):
+        compile_source(read_source(dequantize.SOURCE), dequantize.SOURCE.name, options("sm_90", chosen))
 
 
 class Counting:
@@ -118,7 +123,7 @@ def compiler(counted: Counting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     return counted
 
 
-DEFINES = tuple(sorted(CHOICES["gptq"].items()))
+DEFINES = tuple(sorted(M16_DEFINES["gptq"].items()))
 
 
 def test_machine_code_is_kept(tmp_path: Path, compiler: Counting) -> None:
@@ -196,7 +201,7 @@ def test_the_compiler_says_what_is_wrong() -> None:
 class Small(ModuleCache):
     """A GPU with little shared memory."""
 
-    memory = 32 * 1024
+    max_smem = 32 * 1024
     num_sms = 4
 
 
@@ -206,12 +211,12 @@ def test_plans_fit_small_shared_memories(tmp_path: Path, kind: str, act: str | N
     tiles = repack(weight(kind))
     modules = Small(torch.device("cpu"), tmp_path)
     product = GemmM16(modules, [tiles, tiles], None, act, TileConfig(4, 16))
-    plan = product.plan
-    assert plan.warps * plan.tiles * 16 * 16 * 4 <= modules.memory
+    config = product.config
+    assert config.warps * config.warp_tiles * 16 * 16 * 4 <= modules.max_smem
 
 
 def test_too_little_memory_is_said(tmp_path: Path) -> None:
     modules = Small(torch.device("cpu"), tmp_path)
-    modules.memory = 512
+    modules.max_smem = 512
     with pytest.raises(Unsupported, match="512 bytes"):
         GemmM16(modules, [repack(weight("4 bits"))])

@@ -13,11 +13,12 @@ from exlm.formats.packed import PackedWeight
 from exlm.kernels import interface as backend
 from exlm.kernels.cuda.backend import CudaFusedLinear, CudaLinear, GemmDispatch
 from exlm.kernels.cuda.dequantize import DequantGemm, Dequantizer, dequant_gemms
-from exlm.kernels.cuda.repack import repack, unify_groups
 from exlm.kernels.cuda.tuning import TuneCache
+from exlm.kernels.cuda.weight_tile import unify_groups
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.oracle import LIMIT, off, product
 from tests.kernels.cuda.random_weights import KINDS, matrix, segment, weight
+from tests.kernels.cuda.repack_oracle import repack
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +55,14 @@ def odd(draw: st.DrawFn) -> PackedWeight:
 
 
 @settings(max_examples=20)
-@given(packed=odd(), abreast=st.sampled_from([4, 8]), before=st.integers(0, 3))
+@given(packed=odd(), block_tiles=st.sampled_from([4, 8]), before=st.integers(0, 3))
 def test_odd_shapes_between_other_columns(
-    modules: EmulatedModuleCache, packed: PackedWeight, abreast: int, before: int
+    modules: EmulatedModuleCache, packed: PackedWeight, block_tiles: int, before: int
 ) -> None:
-    dequantizer = Dequantizer(modules, repack(packed), abreast)
+    dequantizer = Dequantizer(modules, repack(packed), block_tiles)
     widths = [before * 16, dequantizer.columns, 16]
-    read_source = torch.full((packed.in_features, sum(widths)), float("nan")).half()
-    left, mine, right = read_source.split_with_sizes(widths, 1)
+    whole = torch.full((packed.in_features, sum(widths)), float("nan")).half()
+    left, mine, right = whole.split_with_sizes(widths, 1)
     dequantizer.fill(mine)
     assert mine[:, : packed.out_features].equal(packed.dequantize())
     assert left.isnan().all()
@@ -72,11 +73,11 @@ def test_side_by_side(modules: EmulatedModuleCache, monkeypatch: pytest.MonkeyPa
     """Kinds, orders, widths and biases of their own; with too little room each by itself, and the same."""
     kinds = {"4 bits": True, "6 and 4 bits": False, "4 bits in small groups": True}
     packed = [weight(kind, bias=bias, order=kind != "4 bits") for kind, bias in kinds.items()]
-    unpackers = [Dequantizer(modules, repack(one)) for one in packed]
+    dequantizers = [Dequantizer(modules, repack(one)) for one in packed]
     x = torch.randn(70, 512).half()
     for room, count in ((backend.MAX_DEQUANT_BYTES, 1), (512 * 192, 3)):
         monkeypatch.setattr(backend, "MAX_DEQUANT_BYTES", room)
-        products = dequant_gemms(unpackers)
+        products = dequant_gemms(dequantizers)
         assert len(products) == count
         answers = [y for one in products for y in one(x)]
         for got, one in zip(answers, packed, strict=True):
@@ -93,7 +94,7 @@ def test_rows_may_lie_apart(modules: EmulatedModuleCache) -> None:
     for rows in (3, 70):
         x = every[:rows, 1:, : packed[0].in_features]
         assert off(linear(x), product(x, packed[0])) < LIMIT
-    pair = CudaFusedLinear(GemmDispatch(tuned.product(unify_groups([other.tiles] * 2)), False), [other, other])
+    pair = CudaFusedLinear(GemmDispatch(tuned.gemm(unify_groups([other.weight] * 2)), False), [other, other])
     for rows, answers in ((3, pair(every[:3, 1:], None)), (70, pair.unfused(every[:, 1:]))):
         for got in answers:
             assert off(got, product(every[:rows, 1:], packed[1])) < LIMIT

@@ -13,15 +13,16 @@ from torch import Tensor
 from exlm.kernels import interface as b
 from exlm.kernels.cuda.attention import PagedDecodeAttention, SplitCounters
 from exlm.kernels.cuda.fused_layer import CudaFusedLayer, fuse_layer_kernels
-from exlm.kernels.cuda.gemm import RmsNorm
-from exlm.kernels.cuda.gemm_dispatch import GemmDispatch
+from exlm.kernels.cuda.gemm_m16 import RmsNorm
+from exlm.kernels.cuda.gemm_m64 import GemmDispatch
 from exlm.kernels.cuda.module_cache import ModuleCache
-from exlm.kernels.cuda.repack import repack, unify_groups
 from exlm.kernels.cuda.tuning import TuneCache
+from exlm.kernels.cuda.weight_tile import unify_groups
 from exlm.kvcache.layer import CacheLayer
 from exlm.nn import Batch
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.random_weights import matrix, segment
+from tests.kernels.cuda.repack_oracle import repack
 from tests.kernels.cuda.test_attention import RopeTables, refuse
 from tests.kernels.triton import cases
 from tests.kernels.triton.cases import Case
@@ -41,7 +42,7 @@ class Stack:
         def few(inputs: int, *outputs: int, normed: bool = False, act: str | None = None) -> GemmDispatch:
             made = [self._tiles(inputs, width) for width in outputs]
             behind = RmsNorm(torch.rand(inputs).to(self.device) * 3, 1e-5) if normed else None
-            return GemmDispatch(tuned.product(unify_groups(made), behind, act), True)
+            return GemmDispatch(tuned.gemm(unify_groups(made), behind, act), True)
 
         self.parts = [
             (
@@ -82,7 +83,7 @@ class Stack:
 
 
 def answer(few: GemmDispatch, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
-    out = few.answers(len(x))
+    out = few.gemm.empty_outputs(len(x))
     few(x.contiguous(), out, residual)
     return out
 

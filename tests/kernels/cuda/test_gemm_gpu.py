@@ -10,15 +10,16 @@ import torch
 from exlm import spec
 from exlm.errors import Unsupported
 from exlm.kernels import interface as b
-from exlm.kernels.cuda.backend import MOST, CudaBackend
+from exlm.kernels.cuda.backend import MAX_M64, CudaBackend
 from exlm.kernels.cuda.dequantize import DequantGemm, Dequantizer
-from exlm.kernels.cuda.gemm import GemmM16, RmsNorm, TileConfig
+from exlm.kernels.cuda.gemm_m16 import GemmM16, RmsNorm, TileConfig
 from exlm.kernels.cuda.gemm_m64 import GemmM64
 from exlm.kernels.cuda.module_cache import ModuleCache
-from exlm.kernels.cuda.repack import repack, unify_groups
+from exlm.kernels.cuda.weight_tile import unify_groups
 from tests.kernels.cuda.oracle import ACTS, LIMIT, entered, gated, off
 from tests.kernels.cuda.oracle import product as right
 from tests.kernels.cuda.random_weights import KINDS, weight
+from tests.kernels.cuda.repack_oracle import repack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,8 +36,8 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> ModuleCache:
 @pytest.mark.parametrize("kind", KINDS)
 def test_unpacking_on_the_device_is_exact(modules: ModuleCache, kind: str) -> None:
     packed = [weight(kind, order=order).to(modules.device) for order in (True, False)]
-    read_source = DequantGemm([Dequantizer(modules, repack(one)) for one in packed]).dequantize()
-    for one, got in zip(packed, read_source.chunk(2, 1), strict=True):
+    whole = DequantGemm([Dequantizer(modules, repack(one)) for one in packed]).dequantize()
+    for one, got in zip(packed, whole.chunk(2, 1), strict=True):
         assert got[:, : one.out_features].equal(one.dequantize())
 
 
@@ -54,14 +55,14 @@ def test_products_are_right_and_alone_as_in_company(
     x = torch.randn(16, packed.in_features, device=modules.device).half()
     rest = torch.randn(16, packed.out_features, device=modules.device).half()
     want = right(x, packed, norm) + rest.double()
-    read_source = None
+    whole = None
     for rows in ROWS:
         out = [torch.full_like(rest[:rows], float("nan")) for _ in range(2)]
         product(x[:rows].contiguous(), out, rest[:rows].contiguous())
         assert out[0].equal(out[1])
         assert off(out[0], want[:rows]) < LIMIT
-        read_source = out[0] if read_source is None else read_source
-        assert out[0].equal(read_source[:rows])
+        whole = out[0] if whole is None else whole
+        assert out[0].equal(whole[:rows])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,13 +73,13 @@ def test_a_gate_and_what_it_lets_through(modules: ModuleCache, kind: str, act: s
     product = GemmM16(modules, unify_groups([repack(gate), repack(up)]), norm, act)
     x = torch.randn(16, gate.in_features, device=modules.device).half()
     want = gated(x, gate, up, norm, act)
-    read_source = None
+    whole = None
     for rows in ROWS:
-        (out,) = (torch.full((rows, width), float("nan"), device=x.device).half() for width in product.widths)
+        (out,) = (torch.full((rows, width), float("nan"), device=x.device).half() for width in product.output_widths)
         product(x[:rows].contiguous(), [out])
         assert off(out, want[:rows]) < LIMIT
-        read_source = out if read_source is None else read_source
-        assert out.equal(read_source[:rows])
+        whole = out if whole is None else whole
+        assert out.equal(whole[:rows])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,15 +88,15 @@ def test_more_rows_are_right_and_alike(modules: ModuleCache, kind: str, act: str
     first, second = (weight(kind, bias=True, seed=seed).to(modules.device) for seed in (1, 2))
     norm = RmsNorm(torch.rand(first.in_features, device=modules.device), 1e-5)
     product = GemmM64(GemmM16(modules, unify_groups([repack(first), repack(second)]), norm, act))
-    x = torch.randn(MOST, first.in_features, device=modules.device).half()
+    x = torch.randn(MAX_M64, first.in_features, device=modules.device).half()
     want = gated(x, first, second, norm, act) if act else right(x, first, norm)
-    read_source = None
-    for rows in (MOST, 17, 32, 33, 48, 49, MOST):
-        out = [torch.full((rows, width), float("nan"), device=x.device).half() for width in product.widths]
+    whole = None
+    for rows in (MAX_M64, 17, 32, 33, 48, 49, MAX_M64):
+        out = [torch.full((rows, width), float("nan"), device=x.device).half() for width in product.output_widths]
         product(x[:rows].contiguous(), out)
         assert off(out[0], want[:rows]) < LIMIT
-        read_source = out[0] if read_source is None else read_source
-        assert out[0].equal(read_source[:rows])
+        whole = out[0] if whole is None else whole
+        assert out[0].equal(whole[:rows])
 
 
 def test_matrices_of_different_kinds_together(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_matrices_of_different_kinds_together(tmp_path: Path) -> None:
         assert off(linear(x), x.double() @ one.dequantize().double()) < LIMIT
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, MOST, MOST + 1, 300])
+@pytest.mark.parametrize("rows", [1, 16, 17, MAX_M64, MAX_M64 + 1, 300])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_backend_takes_any_number_of_rows(tmp_path: Path, kind: str, rows: int) -> None:
     device = torch.device("cuda", 0)

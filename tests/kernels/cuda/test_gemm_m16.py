@@ -14,13 +14,14 @@ from torch import Tensor
 from exlm.formats.packed import PlainScales
 from exlm.kernels.cuda.backend import CudaLinear
 from exlm.kernels.cuda.dequantize import DequantGemm, Dequantizer
-from exlm.kernels.cuda.gemm import GemmM16, RmsNorm, TileConfig
-from exlm.kernels.cuda.repack import MmaWeight, expand, repack, unify_groups
+from exlm.kernels.cuda.gemm_m16 import GemmM16, RmsNorm, TileConfig
 from exlm.kernels.cuda.tuning import TuneCache
+from exlm.kernels.cuda.weight_tile import MmaWeight, unify_groups
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.oracle import ACTS, LIMIT, gated, off
 from tests.kernels.cuda.oracle import product as right
 from tests.kernels.cuda.random_weights import KINDS, matrix, segment, weight
+from tests.kernels.cuda.repack_oracle import expand, repack
 
 PLANS = (
     TileConfig(1, 8, 2),
@@ -46,20 +47,20 @@ def normal(inputs: int) -> RmsNorm:
 
 
 def answer(product: GemmM16, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
-    out = [torch.full((len(x), width), float("nan")).half() for width in product.widths]
+    out = [torch.full((len(x), width), float("nan")).half() for width in product.output_widths]
     product(x.contiguous(), out, residual)
     return out
 
 
 def check(product: GemmM16, x: Tensor, want: Sequence[Tensor], rest: Tensor | None, counts: tuple[int, ...]) -> None:
     """Right for all rows, and for any part of them the same bits."""
-    read_source = answer(product, x, rest)
-    for got, one in zip(read_source, want, strict=True):
+    whole = answer(product, x, rest)
+    for got, one in zip(whole, want, strict=True):
         assert off(got, one) < LIMIT
     for rows in counts:
         last = slice(len(x) - rows, None)
         got = answer(product, x[last], None if rest is None else rest[last].contiguous())
-        assert all(torch.equal(a, b[last]) for a, b in zip(got, read_source, strict=True))
+        assert all(torch.equal(a, b[last]) for a, b in zip(got, whole, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +76,7 @@ def test_behind_a_norm_with_bias_and_residual(modules: EmulatedModuleCache, kind
     norm, x = normal(packed.in_features), torch.randn(16, packed.in_features).half()
     rest = torch.randn(16, packed.out_features).half()
     product = GemmM16(modules, [repack(packed)], norm, None, plan)
-    assert product.plan == plan
+    assert product.config == plan
     check(product, x, [right(x, packed, norm) + rest.double()], rest, (1, 2, 7, 8, 9))
 
 
@@ -83,10 +84,10 @@ def test_behind_a_norm_with_bias_and_residual(modules: EmulatedModuleCache, kind
 def test_full_answers_are_the_same_before_they_are_rounded(modules: EmulatedModuleCache, kind: str) -> None:
     packed = weight(kind, bias=True)
     norm, x = normal(packed.in_features), torch.randn(9, packed.in_features).half()
-    product = GemmM16(modules, [repack(packed)], norm, None, TileConfig(2, 4, 2), full=True)
+    product = GemmM16(modules, [repack(packed)], norm, None, TileConfig(2, 4, 2), fp32_out=True)
     rounded = GemmM16(modules, [repack(packed)], norm, None, TileConfig(2, 4, 2))
     for rows in (1, 9):
-        (out,) = (one.fill_(float("nan")) for one in product.answers(rows))
+        (out,) = (one.fill_(float("nan")) for one in product.empty_outputs(rows))
         product(x[:rows], [out])
         assert out.dtype is torch.float32
         assert torch.equal(out.half(), answer(rounded, x[:rows])[0])
@@ -129,11 +130,11 @@ def test_matrices_of_different_kinds_together(modules: EmulatedModuleCache) -> N
         check(product, x, [right(x, one, norm_or_not) for one in packed], None, (1, 8))
 
 
-def test_two_matrices_share_an_entrance(modules: EmulatedModuleCache) -> None:
+def test_two_weights_share_packed_activations(modules: EmulatedModuleCache) -> None:
     packed = weight("all widths, odd columns")
     tiles: list[MmaWeight] = [repack(packed)] * 2
     x = torch.randn(16, packed.in_features).half()
-    first, second = answer(GemmM16(modules, tiles, plan=TileConfig(4, 8, 2)), x)
+    first, second = answer(GemmM16(modules, tiles, config=TileConfig(4, 8, 2)), x)
     assert torch.equal(first, second)
     assert off(first, right(x, packed)) < LIMIT
 
@@ -165,5 +166,5 @@ def test_a_gate_whose_inputs_are_ordered_otherwise(modules: EmulatedModuleCache)
     )
     norm, x = normal(608), torch.randn(16, 608).half()
     product = GemmM16(modules, unify_groups([repack(gate), repack(up)]), norm, "silu", TileConfig(2, 2, 3))
-    assert product.form.apart
+    assert product.variant.separate_perm
     check(product, x, [gated(x, gate, up, norm, "silu")], None, (1, 9))

@@ -1,4 +1,4 @@
-"""Bricks made by the kernel are those that torch makes, bit for bit: on a processor, and on a GPU."""
+"""The tiles that repack.cu fills are those of the torch oracle, bit for bit: emulated, and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from exlm.errors import Unsupported
 from exlm.formats.packed import Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment
-from exlm.kernels.cuda.gpu_repack import SOURCE, GpuRepacker
-from exlm.kernels.cuda.lanes import BIT_PLANES
 from exlm.kernels.cuda.module_cache import ModuleCache, compile_source, read_source
-from exlm.kernels.cuda.repack import repack
+from exlm.kernels.cuda.repack import DEFINES, SOURCE, GpuRepacker, repack
+from exlm.kernels.cuda.weight_tile import BIT_PLANES
+from tests.kernels.cuda import repack_oracle as oracle
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.random_weights import KINDS, matrix, segment, weight
 from tests.kernels.cuda.test_compile import TARGETS
@@ -43,12 +43,12 @@ def modules(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def check(modules: Any, packed: PackedWeight) -> None:
     """The same bits, and everything else the same too."""
     weight = packed.to(modules.device)
-    want, got = repack(weight), repack(weight, GpuRepacker(modules))
-    assert (got.layout, got.factor, got.shares) == (want.layout, want.factor, want.shares)
+    want, got = oracle.repack(weight), repack(weight, GpuRepacker(modules))
+    assert (got.layout, got.factor, got.spans) == (want.layout, want.factor, want.spans)
     for one, other in ((got.fine, want.fine), (got.main, want.main)):
-        assert one.bricks.equal(other.bricks)
-    assert (got.source is None) == (want.source is None)
-    assert got.source is None or want.source is None or got.source.equal(want.source)
+        assert one.tiles.equal(other.tiles)
+    assert (got.perm is None) == (want.perm is None)
+    assert got.perm is None or want.perm is None or got.perm.equal(want.perm)
 
 
 def table(kind: str, groups: int, outputs: int) -> Scales:
@@ -101,7 +101,7 @@ def test_any_mixture(modules: Any, drawn: tuple[tuple[Segment, ...], int, torch.
     made, outputs, dtype = drawn
     packed = replace(matrix(made, outputs), dtype=dtype)
     try:
-        repack(packed)
+        oracle.repack(packed)
     except Unsupported:  # a short group in the middle, once segments of one width are put together
         reject()
     check(modules, packed)
@@ -145,6 +145,10 @@ def test_scales_beyond_half_precision(modules: Any, scale: float) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_compiles(target: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
-    image = compile_source(read_source(SOURCE), SOURCE.name, [f"--gpu-architecture={target}", "--std=c++17"])
+    image = compile_source(
+        read_source(SOURCE),
+        SOURCE.name,
+        [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{k}={v}" for k, v in DEFINES.items())],
+    )
     assert image.startswith(b"\x7fELF")
     assert b"repack" in image

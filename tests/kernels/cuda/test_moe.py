@@ -18,16 +18,16 @@ from exlm.formats import DenseWeight
 from exlm.kernels import interface as b
 from exlm.kernels.cuda import moe
 from exlm.kernels.cuda.backend import CudaBackend, CudaLinear
-from exlm.kernels.cuda.gemm import KernelVariant, TileConfig, choices
+from exlm.kernels.cuda.gemm_m16 import KernelVariant, TileConfig
 from exlm.kernels.cuda.module_cache import compile_source, read_source
-from exlm.kernels.cuda.moe import MIN_EXPERTS_PER_PAIR, SOURCE, CudaMoe, ExpertGemm
-from exlm.kernels.cuda.repack import repack
+from exlm.kernels.cuda.moe import MIN_EXPERTS_PER_PAIR, SOURCE, CudaMoe, MoeGemm, moe_defines
 from exlm.kernels.cuda.tuning import TuneCache
 from exlm.kernels.dispatch import BackendList
 from exlm.kernels.reference import ReferenceBackend
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.oracle import LIMIT, off
 from tests.kernels.cuda.random_moe import RECIPES, Mixture, mixture
+from tests.kernels.cuda.repack_oracle import repack
 from tests.kernels.cuda.test_compile import EXL2, GGUF, GPTQ, TARGETS, options
 
 MOST = 20
@@ -39,15 +39,15 @@ class Emulated(CudaBackend):
     def __init__(self, modules: EmulatedModuleCache) -> None:
         self.device, self.dtype = torch.device("cpu"), torch.float16
         self.modules = self._modules = modules
-        self._tuned = TuneCache(modules)
-        self._others = ReferenceBackend(self.device, self.dtype)
+        self._tune_cache = TuneCache(modules)
+        self._fallback = ReferenceBackend(self.device, self.dtype)
         self._made: dict[str, tuple[Mixture, b.MoeFn]] = {}
 
     def linear(self, weight: b.Weight) -> b.LinearFn:
-        """Rearranged without kernels of its own."""
+        """Repacked by the oracle."""
         if isinstance(weight, DenseWeight):
             raise Unsupported("only packed matrices")
-        return CudaLinear(self._tuned, repack(weight), False)
+        return CudaLinear(self._tune_cache, repack(weight), False)
 
     def of(self, made: Mixture) -> b.MoeFn:
         """A mixture's kernel."""
@@ -77,9 +77,9 @@ def test_few_tokens_are_right_and_alone_as_in_company(backend: Emulated, name: s
     start = data.draw(st.integers(0, count - 1), "first")
     part = slice(start, data.draw(st.integers(start + 1, count), "last"))
     x, logits = made.tokens(count, data.draw(st.integers(0, 9), "seed"))
-    read_source = kernel(x, logits)
-    assert off(read_source, made.right(x, logits)) < LIMIT
-    assert kernel(x[:, part], logits[:, part]).equal(read_source[:, part])
+    whole = kernel(x, logits)
+    assert off(whole, made.right(x, logits)) < LIMIT
+    assert kernel(x[:, part], logits[:, part]).equal(whole[:, part])
 
 
 def test_both_ways_of_few_tokens_are_walked() -> None:
@@ -111,28 +111,26 @@ def test_nonsense_stays_with_its_token(backend: Emulated) -> None:
 def test_many_tokens_need_one_wait(backend: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     made = mixture("gptq")
     gate, up, down = ([repack(one) for one in part] for part in made.weights)
-    crews = (
-        ExpertGemm(backend.modules, list(zip(gate, up, strict=True)), made.moe.active, made.moe.act),
-        ExpertGemm(backend.modules, [(one,) for one in down], made.moe.active),
-    )
+    gate_up_gemm = MoeGemm(backend.modules, list(zip(gate, up, strict=True)), made.moe.active, made.moe.act)
+    down_gemm = MoeGemm(backend.modules, [(one,) for one in down], made.moe.active)
     plain: list[list[b.LinearFn]] = [[partial(_rounded, one) for one in part] for part in made.weights]
-    kernel = CudaMoe(made.moe, crews, plain, backend._others.gated(made.moe.act))
+    kernel = CudaMoe(made.moe, gate_up_gemm, down_gemm, plain, backend._fallback.gated(made.moe.act))
     x, logits = made.tokens(b.FUSE_MAX_TOKENS + 7)
-    logits[..., 4] = -20  # nobody chooses this one
+    logits[..., 4] = -20  # no token selects it
     monkeypatch.setattr(moe, "MAX_DIRECT_WORK", 0)
     waits = []
-    chain_defines: Callable[[Tensor], list[int]] = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda self: (waits.append(1), chain_defines(self))[1])
+    tolist: Callable[[Tensor], list[int]] = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: (waits.append(1), tolist(self))[1])
     got = kernel(x, logits)
     assert len(waits) == 1
     assert off(got, made.right(x, logits)) < LIMIT
 
 
-def test_more_than_find_seats_at_once(backend: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small experts are read again and again rather than unpacked."""
+def test_more_pairs_than_are_aligned_at_once(backend: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small experts are read again and again rather than dequantised."""
     made, kernel = backend.named("gguf")
     x, logits = made.tokens(b.FUSE_MAX_TOKENS + 7)
-    monkeypatch.setattr(moe, "_PAIRS", 8)
+    monkeypatch.setattr(moe, "_MAX_PAIRS", 8)
     got = kernel(x, logits)
     assert off(got, made.right(x, logits)) < LIMIT
     assert kernel(x[:, -3:], logits[:, -3:]).equal(got[:, -3:])
@@ -143,7 +141,7 @@ def _rounded(weight: b.Weight, x: Tensor) -> Tensor:
     return (y if weight.bias is None else y + weight.bias.double()).half()
 
 
-def test_what_does_not_fit_together_is_left_to_others(backend: Emulated) -> None:
+def test_what_does_not_fit_together_is_left_to_fallback(backend: Emulated) -> None:
     made, other = mixture("gptq"), mixture("two widths")
     gate, up, down = made.weights
     dense = [DenseWeight(one.dequantize().T.contiguous()) for one in gate]
@@ -159,21 +157,26 @@ def test_what_does_not_fit_together_is_left_to_others(backend: Emulated) -> None
         assert reason in chain.records[-1].declined[0]
 
 
-FORMS = {
-    "gate and up, one token": choices(KernelVariant((EXL2,) * 2, act=1), 1, TileConfig(4, 4, 2), 4),
-    "gate and up, in orders of their own": choices(KernelVariant((GPTQ,) * 2, act=3, apart=True), 1, TileConfig(2, 8)),
+DEFINES = {
+    "gate and up, one token": {
+        **KernelVariant((EXL2,) * 2, act=1).m16_defines(1, TileConfig(4, 4, 2), 4),
+        **moe_defines(60, 4),
+    },
+    "gate and up with permutations of their own": {
+        **KernelVariant((GPTQ,) * 2, act=3, separate_perm=True).m16_defines(8, TileConfig(2, 8)),
+        **moe_defines(60, 4),
+    },
     "down, of several widths": {
-        **choices(KernelVariant((GGUF,)), 1, TileConfig(4, 16, 2)),
-        "RUNTIME_BITS": 0b111100,
+        **KernelVariant((GGUF,)).m16_defines(8, TileConfig(4, 16, 2)),
+        **moe_defines(60, 4, 0b111100),
     },
 }
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", DEFINES)
 def test_it_compiles(target: str, name: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
-    chosen = {**FORMS[name], "NUM_EXPERTS": 60, "TOP_K": 4}
-    image = compile_source(read_source(SOURCE), SOURCE.name, options(target, chosen))
+    image = compile_source(read_source(SOURCE), SOURCE.name, options(target, DEFINES[name]))
     names = (b"moe_gemm", b"moe_pack_activations", b"moe_align", b"topk", b"combine")
     assert all(kernel in image for kernel in names)

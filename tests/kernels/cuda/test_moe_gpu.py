@@ -34,12 +34,12 @@ def bound(name: str, folder: Path) -> tuple[Mixture, b.MoeFn]:
 def test_few_tokens_are_right_and_alone_as_in_company(tmp_path: Path, name: str) -> None:
     made, kernel = bound(name, tmp_path)
     x, logits = made.tokens(b.FUSE_MAX_TOKENS)
-    want, read_source = made.right(x, logits), None
+    want, whole = made.right(x, logits), None
     for count in COUNTS:
         got = kernel(x[:, -count:], logits[:, -count:])
         assert off(got, want[:, -count:]) < LIMIT
-        read_source = got if read_source is None else read_source
-        assert got.equal(read_source[:, -count:])
+        whole = got if whole is None else whole
+        assert got.equal(whole[:, -count:])
         assert kernel(x[:, -count:], logits[:, -count:]).equal(got)
 
 
@@ -58,7 +58,7 @@ def test_many_tokens_are_right(
 
 
 @pytest.mark.parametrize("count", [1, 16, b.FUSE_MAX_TOKENS])
-def test_who_answers_is_found_out_when_replayed(tmp_path: Path, count: int) -> None:
+def test_routing_when_replayed_from_a_graph(tmp_path: Path, count: int) -> None:
     made, kernel = bound("exl2", tmp_path)
     x, logits = made.tokens(count)
     kernel(x, logits)
@@ -73,7 +73,7 @@ def test_who_answers_is_found_out_when_replayed(tmp_path: Path, count: int) -> N
         assert off(out, made.right(x, logits)) < LIMIT
 
 
-def said(folder: Path, form_name: str, dequant_gemms: bool) -> tuple[list[list[int]], Any]:
+def said(folder: Path, form_name: str, batched: bool) -> tuple[list[list[int]], Any]:
     """What follows some prompts, and the recordings that were made."""
     config = Config(write_model_folder(folder, SHAPES["tiny-moe"], 512))
     config.device, config.dtype = "cuda", "float16"
@@ -82,7 +82,7 @@ def said(folder: Path, form_name: str, dequant_gemms: bool) -> tuple[list[list[i
     model.load()
     generator = Generator(model, Cache(model, max_seq_len=4096), Tokenizer(config), max_batch_size=8)
     jobs = [Job(torch.arange(3, 9 + 5 * i)[None], max_new_tokens=24, gen_settings=Settings.greedy()) for i in range(5)]
-    for batch in [jobs] if dequant_gemms else [[job] for job in jobs]:
+    for batch in [jobs] if batched else [[job] for job in jobs]:
         generator.enqueue(batch)
         while generator.num_remaining_jobs():
             generator.iterate()
@@ -92,13 +92,13 @@ def said(folder: Path, form_name: str, dequant_gemms: bool) -> tuple[list[list[i
 
 @pytest.mark.parametrize("form_name", ["exl2", "gptq", "gguf"])
 def test_passes_of_a_model_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form_name: str) -> None:
-    alone, graphs = said(tmp_path, form_name, dequant_gemms=False)
+    alone, graphs = said(tmp_path, form_name, batched=False)
     assert any(one.graph is not None for one in graphs._graphs.values())
-    dequant_gemms, graphs = said(tmp_path, form_name, dequant_gemms=True)
-    agreed = sum(one == other for one, other in zip(dequant_gemms, alone, strict=True))
+    batched, graphs = said(tmp_path, form_name, batched=True)
+    agreed = sum(one == other for one, other in zip(batched, alone, strict=True))
     assert agreed >= len(alone) - 1  # the router is dense, and its sums differ with the company
     assert any(one.graph is not None for size, one in graphs._graphs.items() if size.rows > 1)
     monkeypatch.setenv("EXLLAMA_NO_GRAPHS", "1")
-    plain, graphs = said(tmp_path, form_name, dequant_gemms=False)
+    plain, graphs = said(tmp_path, form_name, batched=False)
     assert graphs is None
     assert plain == alone

@@ -1,4 +1,4 @@
-"""Answers left as the next product takes them: the same numbers, in any company, in any order of inputs."""
+"""Prepacked activations: the same numbers as in memory, in any batch, for any permutation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch import Tensor
 
 from exlm.errors import Unsupported
 from exlm.formats.packed import PackedWeight
-from exlm.kernels.cuda.gemm import GemmM16, RmsNorm, TileConfig
+from exlm.kernels.cuda.gemm_m16 import GemmM16, RmsNorm, TileConfig
 from exlm.kernels.cuda.gemm_m64 import GemmM64, TileConfigM64
 from exlm.kernels.cuda.module_cache import ModuleCache
 from exlm.kernels.cuda.prepacked import InputLayout
-from exlm.kernels.cuda.repack import repack, unify_groups
+from exlm.kernels.cuda.weight_tile import unify_groups
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.oracle import LIMIT, gated, off
 from tests.kernels.cuda.oracle import product as right
-from tests.kernels.cuda.prepacked_oracle import leave, read_back
+from tests.kernels.cuda.prepacked_oracle import prepack, read_back
 from tests.kernels.cuda.random_weights import matrix, segment
+from tests.kernels.cuda.repack_oracle import repack
 
 MIXED = ((6, (32,) * 3), (5, (32,) * 2), (4, (128,) * 3 + (32,)))
 FOUR = ((4, (32,) * 18),)
@@ -35,10 +36,10 @@ class Chain:
 
     weights: dict[str, PackedWeight]
     norms: tuple[RmsNorm, RmsNorm]
-    products: tuple[GemmM16, ...]
+    gemms: tuple[GemmM16, ...]
 
     def wide(self, *plans: TileConfigM64) -> list[GemmM64]:
-        return [GemmM64(one, plan) for one, plan in zip(self.products, plans, strict=True)]
+        return [GemmM64(one, plan) for one, plan in zip(self.gemms, plans, strict=True)]
 
 
 def chain(modules: Any, plans: tuple[TileConfig, ...]) -> Chain:
@@ -68,25 +69,25 @@ def chain(modules: Any, plans: tuple[TileConfig, ...]) -> Chain:
 
 
 def run(parts: Any, input_layouts: list[InputLayout], x: Tensor, rest: Tensor) -> list[Tensor]:
-    """What o answers, what is handed to down, what down answers, and what q and k make of it."""
+    """The outputs of o, of gate and up as down reads them, of down, and of q and k."""
     o, gate, down, last = parts
     rows, nan = len(x), float("nan")
-    start, middle = leave(input_layouts[0], x), torch.full_like(rest, nan)
-    normed, hidden = input_layouts[1].open(rows, o.shares), input_layouts[2].open(rows, 0)
+    start, middle = prepack(input_layouts[0], x), torch.full_like(rest, nan)
+    normed, hidden = input_layouts[1].allocate(rows, o.num_partials), input_layouts[2].allocate(rows, 0)
     for one in (normed, hidden):
-        one.words.fill_(nan)
+        one.packed_x.fill_(nan)
     o(start, [middle], rest, normed)
     gate(normed, [], None, hidden)
-    out, left = torch.full_like(rest, nan), input_layouts[3].open(rows, down.shares)
-    left.words.fill_(nan)
+    out, left = torch.full_like(rest, nan), input_layouts[3].allocate(rows, down.num_partials)
+    left.packed_x.fill_(nan)
     down(hidden, [out], middle, left)
-    answers = [torch.full((rows, width), nan, device=x.device).half() for width in last.widths]
+    answers = [torch.full((rows, width), nan, device=x.device).half() for width in last.output_widths]
     last(left, answers)
-    for handed, norm, y in ((normed, input_layouts[1].norm, middle), (left, input_layouts[3].norm, out)):
-        assert handed.squares is not None
+    for acts, norm, y in ((normed, input_layouts[1].norm_weight, middle), (left, input_layouts[3].norm_weight, out)):
+        assert acts.rms_partials is not None
         assert norm is not None
-        assert torch.equal(read_back(handed), (y.float() * norm).half().cpu())
-        squares = handed.squares.view(rows, -1).double().sum(1)
+        assert torch.equal(read_back(acts), (y.float() * norm).half().cpu())
+        squares = acts.rms_partials.view(rows, -1).double().sum(1)
         torch.testing.assert_close(squares, y.double().square().sum(1), rtol=1e-5, atol=0)
     return [middle, read_back(hidden).to(x.device), out, *answers]
 
@@ -95,8 +96,8 @@ def check(made: Chain, parts: Any, plain: Any, counts: tuple[int, ...]) -> None:
     torch.manual_seed(5)
     w, most = made.weights, max(counts)
     x, rest = (torch.randn(most, n).half().to(made.norms[0].weight.device) for n in (w["o"].in_features, 576))
-    input_layouts = [one.input_layout for one in made.products]
-    read_source = middle, hidden, out, q, k = run(parts, input_layouts, x, rest)
+    input_layouts = [one.input_layout for one in made.gemms]
+    whole = middle, hidden, out, q, k = run(parts, input_layouts, x, rest)
     prepared = torch.empty_like(middle)
     plain(x, [prepared], rest)
     assert torch.equal(middle, prepared)  # without a norm it is the same sum of the same numbers
@@ -106,7 +107,7 @@ def check(made: Chain, parts: Any, plain: Any, counts: tuple[int, ...]) -> None:
     assert off(k, right(out, w["k"], made.norms[1])) < LIMIT
     for rows in counts:
         part = run(parts, input_layouts, x[most - rows :], rest[most - rows :].contiguous())
-        assert all(torch.equal(a, b[most - rows :]) for a, b in zip(part, read_source, strict=True))
+        assert all(torch.equal(a, b[most - rows :]) for a, b in zip(part, whole, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +119,8 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> EmulatedModuleCache:
 
 PLANS = (TileConfig(2, 4, 2), TileConfig(4, 2, 2), TileConfig(1, 4, 3), TileConfig(2, 2, 2))
 WIDE = (
-    TileConfigM64(1, 4, 3, pieces=2),
-    TileConfigM64(2, 2, 2, pieces=1),
+    TileConfigM64(1, 4, 3, split_k=2),
+    TileConfigM64(2, 2, 2, split_k=1),
     TileConfigM64(2, 4, 2, 1, 3),
     TileConfigM64(1, 2, 3),
 )
@@ -127,7 +128,7 @@ WIDE = (
 
 def test_few_rows(modules: EmulatedModuleCache) -> None:
     made = chain(modules, PLANS)
-    check(made, made.products, made.products[0], (16, 9, 8, 3, 1))
+    check(made, made.gemms, made.gemms[0], (16, 9, 8, 3, 1))
 
 
 def test_more_rows(modules: EmulatedModuleCache) -> None:
@@ -140,21 +141,21 @@ def test_more_rows(modules: EmulatedModuleCache) -> None:
 @pytest.mark.parametrize("plans", [(TileConfig(),) * 4, PLANS])
 def test_on_a_gpu(tmp_path_factory: pytest.TempPathFactory, plans: tuple[TileConfig, ...]) -> None:
     made = chain(ModuleCache(torch.device("cuda", 0), tmp_path_factory.mktemp("kernels")), plans)
-    check(made, made.products, made.products[0], tuple(range(16, 0, -1)))
+    check(made, made.gemms, made.gemms[0], tuple(range(16, 0, -1)))
     for planned in (WIDE, (TileConfigM64(),) * 4):
         parts = made.wide(*planned)
         check(made, parts, parts[0], (64, 63, 49, 48, 33, 32, 18, 17))
 
 
-def test_what_was_not_handed_over_is_not_handed_on(modules: EmulatedModuleCache) -> None:
+def test_rows_that_were_not_prepacked_have_no_prepacked_output(modules: EmulatedModuleCache) -> None:
     made = chain(modules, PLANS)
-    o, gate, *_ = made.products
-    x, rest = torch.randn(2, o.inputs).half(), torch.zeros(2, 576).half()
-    with pytest.raises(Unsupported, match="not handed over"):
-        o(x, [rest], None, gate.input_layout.open(2, o.shares))
+    o, gate, *_ = made.gemms
+    x, rest = torch.randn(2, o.in_features).half(), torch.zeros(2, 576).half()
+    with pytest.raises(Unsupported, match="not prepacked"):
+        o(x, [rest], None, gate.input_layout.allocate(2, o.num_partials))
 
 
 def test_too_many_stored_inputs(modules: EmulatedModuleCache) -> None:
     product = GemmM16(modules, [repack(matrix((segment(2, [128], 16, False, False),), 16))])
     with pytest.raises(Unsupported, match="9 times"):
-        InputLayout(product.matrices * 9, list(range(9)), None)
+        InputLayout(product.weights * 9, list(range(9)), None)

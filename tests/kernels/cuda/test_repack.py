@@ -1,4 +1,4 @@
-"""Rearranging loses nothing: what the kernels would unpack is what the format says, bit for bit."""
+"""Repacking loses nothing: dequantised tiles are what the format defines, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from hypothesis import strategies as st
 
 from exlm.errors import Unsupported
 from exlm.formats.packed import PackedWeight, PlainScales
-from exlm.kernels.cuda import filling
-from exlm.kernels.cuda.lanes import BIT_PLANES, TILE_K
-from exlm.kernels.cuda.layout import digits
-from exlm.kernels.cuda.repack import MmaWeight, expand, repack, tile_perm, unify_groups
+from exlm.kernels.cuda.weight_tile import BIT_PLANES, TILE_K, MmaWeight, num_digits, slot_inputs, unify_groups
 from tests.kernels.cuda.random_weights import KINDS, segment, weight
+from tests.kernels.cuda.repack_oracle import expand, repack
 
 
 def numbers(tiles: MmaWeight) -> torch.Tensor:
     """(inputs, outputs) in the order of the inputs."""
     stored = expand(tiles).T
-    if tiles.source is None:
+    if tiles.perm is None:
         return stored[: tiles.in_features]
     out = torch.full((tiles.in_features, tiles.out_features), float("nan"), dtype=torch.float16)
-    there = tiles.source >= 0
-    out[tiles.source[there].long()] = stored[there]
+    there = tiles.perm >= 0
+    out[tiles.perm[there].long()] = stored[there]
     return out
 
 
@@ -35,16 +33,6 @@ def test_numbers_stay_what_they_are(kind: str, order: bool) -> None:
     packed = weight(kind, order=order)
     tiles = repack(packed)
     assert numbers(tiles).view(torch.int16).equal(packed.dequantize().view(torch.int16))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_pieces_or_as_a_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = weight(kind)
-    read_source = repack(packed)
-    monkeypatch.setattr(filling, "MOST", 1)
-    pieces = repack(packed)
-    for one, other in ((read_source.main, pieces.main), (read_source.fine, pieces.fine)):
-        assert one.bricks.equal(other.bricks)
 
 
 @settings(max_examples=40, deadline=None)
@@ -61,20 +49,20 @@ def test_any_mixture(parts: list[tuple[int, int]], group: int, outputs: int, zer
     packed = PackedWeight("any", inputs, outputs, segments, torch.float16, torch.randperm(inputs).int())
     tiles = repack(packed)
     assert numbers(tiles).equal(packed.dequantize())
-    assert tiles.blocks * TILE_K >= inputs
-    assert len(tile_perm(tiles)) == tiles.stored * TILE_K
-    codes = sum(one.in_features * digits(one.bits, tiles.layout.bits, not zeros and not minima) for one in segments)
-    assert codes <= tiles.stored * TILE_K < codes + len(tiles.shares) * TILE_K * max(s.digits for s in tiles.shares)
+    assert tiles.k_blocks * TILE_K >= inputs
+    assert len(slot_inputs(tiles)) == tiles.k_tiles * TILE_K
+    codes = sum(one.in_features * num_digits(one.bits, tiles.layout.bits, not zeros and not minima) for one in segments)
+    assert codes <= tiles.k_tiles * TILE_K < codes + len(tiles.spans) * TILE_K * max(s.num_digits for s in tiles.spans)
 
 
 def test_several_share_the_finest_layout() -> None:
     kinds = [weight(kind) for kind in ("4 bits", "4 bits in small groups", "6 and 4 bits")]
-    dequant_gemms = unify_groups([repack(one) for one in kinds])
-    assert {(one.layout.bits, one.layout.steps, one.layout.fine) for one in dequant_gemms} == {(4, 2, 2)}
-    for tiles, one in zip(dequant_gemms, kinds, strict=True):
+    unified = unify_groups([repack(one) for one in kinds])
+    assert {(one.layout.bits, one.layout.group_ksteps, one.layout.fine_ksteps) for one in unified} == {(4, 2, 2)}
+    for tiles, one in zip(unified, kinds, strict=True):
         assert numbers(tiles).equal(one.dequantize())
-        assert tiles.main.bricks.shape[2] == tiles.layout.brick(False)
-        assert tiles.fine.bricks.shape[2] == tiles.layout.brick(True) or not tiles.fine.shares
+        assert tiles.main.tiles.shape[2] == tiles.layout.tile_bytes(False)
+        assert tiles.fine.tiles.shape[2] == tiles.layout.tile_bytes(True) or not tiles.fine.spans
 
 
 def test_zero_points_of_two_sorts_stay_apart() -> None:
@@ -85,8 +73,8 @@ def test_zero_points_of_two_sorts_stay_apart() -> None:
 def test_few_codes_of_another_width_keep_their_groups() -> None:
     packed = weight("6 and 4 bits")
     tiles = repack(packed)
-    assert (tiles.layout.bits, tiles.layout.steps, tiles.layout.fine) == (4, 8, 2)
-    assert [(share.digits, share.blocks) for share in tiles.shares] == [(2, 1), (1, 3)]
+    assert (tiles.layout.bits, tiles.layout.group_ksteps, tiles.layout.fine_ksteps) == (4, 8, 2)
+    assert [(span.num_digits, span.k_blocks) for span in tiles.spans] == [(2, 1), (1, 3)]
     assert numbers(tiles).equal(packed.dequantize())
 
 
@@ -103,7 +91,7 @@ def test_digits_are_enough_and_no_more(width: int, signed: bool) -> None:
         while not wanted <= numbers:
             numbers = {digit + (rest << width) for digit in reach for rest in numbers}
             count += 1
-        assert digits(bits, width, signed) == count
+        assert num_digits(bits, width, signed) == count
 
 
 def test_small_scales_are_lifted_by_a_power_of_two() -> None:

@@ -16,14 +16,15 @@ import torch
 from exlm.errors import CheckpointError
 from exlm.kernels.artifact_cache import ArtifactFolder, warn_once
 from exlm.kernels.cuda.backend import GemmDispatch
-from exlm.kernels.cuda.gemm import TileConfig
-from exlm.kernels.cuda.repack import repack, unify_groups
+from exlm.kernels.cuda.gemm_m16 import TileConfig
 from exlm.kernels.cuda.tuning import GemmShape, TuneCache, default_config, shape_name, tuned_file
+from exlm.kernels.cuda.weight_tile import unify_groups
 from exlm.version import __version__
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.oracle import LIMIT, off
 from tests.kernels.cuda.oracle import product as right
 from tests.kernels.cuda.random_weights import weight
+from tests.kernels.cuda.repack_oracle import repack
 
 
 @pytest.fixture(scope="module")
@@ -43,34 +44,34 @@ def test_stored_configs_apply_to_gemms_of_their_shape_alone(modules: EmulatedMod
     assert file.name == "plans-nvidia-h200-80gb.json"
     tiles = [repack(weight(kind)) for kind in ("4 bits", "6 and 4 bits")]
     tuned = TuneCache(modules, file)
-    one, other = (tuned.product([each]) for each in tiles)
-    assert one.plan == one.fitted(default_config([tiles[0]], None, modules.num_sms))
+    one, other = (tuned.gemm([each]) for each in tiles)
+    assert one.config == one.fit(default_config([tiles[0]], None, modules.num_sms))
     GemmShape("", [one]).apply((1, 3, 4))
-    assert astuple(one.plan) == (1, 3, 4)
-    kept = tuned.keep([GemmShape(shape_name(one.matrices, None), [one])])
+    assert astuple(one.config) == (1, 3, 4)
+    kept = tuned.save([GemmShape(shape_name(one.weights, None), [one])])
     assert [kept] == [*file.parent.iterdir()]
-    assert json.loads(kept.read_bytes())["plans"] == {shape_name(one.matrices, None): [1, 3, 4]}
+    assert json.loads(kept.read_bytes())["plans"] == {shape_name(one.weights, None): [1, 3, 4]}
     again = TuneCache(modules, file)
-    assert astuple(again.product([tiles[0]]).plan) == (1, 3, 4)
-    assert again.product([tiles[1]]).plan == other.plan
-    assert again.product(unify_groups([tiles[0]] * 2), None, "silu").plan.tiles % 2 == 0
+    assert astuple(again.gemm([tiles[0]]).config) == (1, 3, 4)
+    assert again.gemm([tiles[1]]).config == other.config
+    assert again.gemm(unify_groups([tiles[0]] * 2), None, "silu").config.warp_tiles % 2 == 0
 
 
 def test_only_what_is_used_counts(modules: EmulatedModuleCache) -> None:
     tuned = TuneCache(modules)
     packed = weight("4 bits")
-    products = [tuned.product([repack(packed)]) for _ in range(3)]
+    products = [tuned.gemm([repack(packed)]) for _ in range(3)]
     x = torch.randn(1, packed.in_features).half()
     out = torch.empty(1, packed.out_features).half()
-    (kind,) = tuned.used(lambda: [GemmDispatch(one, False)(x, [out]) for one in products[:2]])
-    assert {*kind.products} == {*products[:2]}
-    assert not tuned.used(lambda: None)
-    assert tuned.keep([kind]) is None
+    (kind,) = tuned.shapes_used(lambda: [GemmDispatch(one, False)(x, [out]) for one in products[:2]])
+    assert {*kind.gemms} == {*products[:2]}
+    assert not tuned.shapes_used(lambda: None)
+    assert tuned.save([kind]) is None
 
 
 def test_every_setting_nearby_answers_right(modules: EmulatedModuleCache) -> None:
     tuned, packed = TuneCache(modules), weight("6 and 4 bits")
-    product = tuned.product([repack(packed)])
+    product = tuned.gemm([repack(packed)])
     kind, x = GemmShape("", [product]), torch.randn(1, packed.in_features).half()
     assert {len(setting) for setting in kind.neighbors()} == {3}
     assert kind.config not in kind.neighbors()
@@ -82,16 +83,16 @@ def test_every_setting_nearby_answers_right(modules: EmulatedModuleCache) -> Non
 
 
 def test_two_matrices_under_one_act_keep_even_tiles(modules: EmulatedModuleCache) -> None:
-    product = TuneCache(modules).product(unify_groups([repack(weight("4 bits"))] * 2), None, "silu")
+    product = TuneCache(modules).gemm(unify_groups([repack(weight("4 bits"))] * 2), None, "silu")
     assert all(setting[0] % 2 == 0 for setting in GemmShape("", [product]).neighbors())
 
 
 def test_a_planner_keeps_nothing_alive(modules: EmulatedModuleCache) -> None:
     tuned = TuneCache(modules)
-    product = tuned.product([repack(weight("4 bits"))])
-    assert len(tuned._made) == 1
+    product = tuned.gemm([repack(weight("4 bits"))])
+    assert len(tuned._gemms) == 1
     del product
-    assert len(tuned._made) == 0
+    assert len(tuned._gemms) == 0
 
 
 BROKEN = {
@@ -117,8 +118,8 @@ def test_a_broken_file_is_told_of(modules: EmulatedModuleCache, tmp_path: Path, 
     content = BROKEN[text] if isinstance(BROKEN[text], bytes) else BROKEN[text].encode()
     data = content.replace(b"VERSION", json.dumps(__version__).encode())
     ArtifactFolder(tmp_path).put("plans.json", data)
-    chain_defines = r"plans-[0-9a-f]{32}\.json cannot be read .*delete it, or run `exlm tune` again"
-    with pytest.warns(UserWarning, match=chain_defines):
+    warning = r"plans-[0-9a-f]{32}\.json cannot be read .*delete it, or run `exlm tune` again"
+    with pytest.warns(UserWarning, match=warning):
         assert TuneCache(modules, tmp_path / "plans.json")._known == {}
 
 
@@ -138,19 +139,19 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_file_is_told_of_and_replaced(modules: EmulatedModuleCache, tmp_path: Path, damage: str) -> None:
     file, tiles = tmp_path / "plans.json", [repack(weight("4 bits"))]
     tuned = TuneCache(modules, file)
-    product = tuned.product(tiles)
-    usual = product.plan
+    product = tuned.gemm(tiles)
+    usual = product.config
     kind = GemmShape(shape_name(tiles, None), [product])
     kind.apply((1, 3, 4))
-    kept = tuned.keep([kind])
+    kept = tuned.save([kind])
     assert kept is not None
     DAMAGES[damage](kept)
     with pytest.warns(UserWarning, match=r"plans.*\.json is not used.* run `exlm tune` again"):
         again = TuneCache(modules, file)
-    assert again.product(tiles).plan == usual
+    assert again.gemm(tiles).config == usual
     with pytest.warns(UserWarning, match="is not used"):
-        assert again.keep([kind]) == kept
-    assert astuple(TuneCache(modules, file).product(tiles).plan) == (1, 3, 4)
+        assert again.save([kind]) == kept
+    assert astuple(TuneCache(modules, file).gemm(tiles).config) == (1, 3, 4)
 
 
 def test_plans_of_earlier_versions_are_read(modules: EmulatedModuleCache, tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_plans_of_earlier_versions_are_read(modules: EmulatedModuleCache, tmp_pa
     file.write_text(json.dumps({"exlm": __version__, "plans": {name: [1, 3, 4], "b": [0, 8, 2]}}))
     tuned = TuneCache(modules, file)
     assert tuned._known == {name: (1, 3, 4)}
-    kept = tuned.keep([GemmShape(name, [tuned.product(tiles)])])
+    kept = tuned.save([GemmShape(name, [tuned.gemm(tiles)])])
     assert kept is not None
     assert kept != file
     file.write_text('{"exlm": "' + __version__ + '", "plans": {"' + name + '": [2, 2, 2]}}')
@@ -178,13 +179,13 @@ def test_a_folder_that_others_may_write_has_no_plans(
     modules: EmulatedModuleCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tuned = TuneCache(modules, tmp_path / "kernels" / "plans.json")
-    kind = GemmShape("a", [tuned.product([repack(weight("4 bits"))])])
-    tuned.keep([kind])
+    kind = GemmShape("a", [tuned.gemm([repack(weight("4 bits"))])])
+    tuned.save([kind])
     (tmp_path / "kernels").chmod(0o777)
     assert TuneCache(modules, tmp_path / "kernels" / "plans.json")._known == {}
     assert "is not used, because others may write to it" in caplog.text
     with pytest.raises(CheckpointError, match=r"others may write to it .*mode 0777.*chmod go-w.*EXLM_CACHE"):
-        tuned.keep([kind])
+        tuned.save([kind])
 
 
 def test_other_versions_and_impossible_configs_are_ignored(modules: EmulatedModuleCache, tmp_path: Path) -> None:
@@ -202,13 +203,13 @@ def test_other_versions_and_impossible_configs_are_ignored(modules: EmulatedModu
 def test_what_cannot_be_written_is_told(modules: EmulatedModuleCache, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     tuned = TuneCache(modules, tmp_path / "file" / "plans.json")
-    product = tuned.product([repack(weight("4 bits"))], None)
+    product = tuned.gemm([repack(weight("4 bits"))], None)
     with pytest.raises(CheckpointError, match="set EXLM_CACHE"):
-        tuned.keep([GemmShape("a", [product])])
+        tuned.save([GemmShape("a", [product])])
 
 
 def test_large_heads_have_small_blocks(modules: EmulatedModuleCache) -> None:
     class Large:
-        tiles, stored = 8016, 32
+        n_tiles, k_tiles = 8016, 32
 
     assert default_config([Large()]) == TileConfig(4, 4, 3)  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++, compiled on first use: packed matrices at the memory's speed."""
+"""CUDA C++ kernels for packed weights and paged decode attention, compiled by NVRTC on first use."""
 
 from .backend import CudaBackend
 

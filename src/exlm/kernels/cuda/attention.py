@@ -1,8 +1,8 @@
-"""Attention of a few new tokens over pages, one launch for a layer: turn, store and attend.
+"""Paged decode attention of up to 16 new tokens a row: RoPE, the append to the KV cache and attention in one launch.
 
-Nothing in a launch depends on the rows' lengths but the grid, and that on `longest` alone: a graph may be
-captured with the longest its rows will ever be, and replayed while they grow up to it. What the kernel does
-not take (many tokens at once, odd heads, other caches) goes another way, given at the start.
+attn_decode.cu serves grouped-query heads, attn_decode_mha.cu one query head for each kv head over Hadamard codes. Of
+a launch only the grid depends on the rows' lengths, and that on `max_kv_len` alone: a CUDA graph captured with the
+longest that rows will ever be stays right while they grow.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from torch import Tensor
 
 from ... import spec
 from .. import interface as b
+from .module_cache import sizeof_defines
 from .prepacked import EpilogueTarget, PackedActs
 
 SOURCE = Path(__file__).with_name("csrc") / "attn_decode.cu"
 MHA_SOURCE = Path(__file__).with_name("csrc") / "attn_decode_mha.cu"
-"""Where each kv head has one query."""
 
-NEW = 16
-"""The most new tokens of a row."""
+MAX_NEW_TOKENS = 16
+"""Of a row."""
 
 HEAD_DIMS = (64, 128)
-"""Widths of heads that the lanes of a warp can share."""
 
-_COUNTS = 1 << 16
-_NEARBY = 24 << 10  # bytes of shared memory for chunks that nobody else will ask for
-_CODINGS: dict[b.KVCacheDtype, int] = {"float": 0, "hadamard8": 1, "hadamard4": 2, "fp8_e5m2": 3}
+_MAX_ARRIVALS = 1 << 16
+_MAX_PARTIALS_IN_SMEM = 24 << 10  # bytes, for partial results that a thread block combines by itself
+_KV_DTYPES: dict[b.KVCacheDtype, int] = {"float": 0, "hadamard8": 1, "hadamard4": 2, "fp8_e5m2": 3}
+_LOG2E = 1.4426950408889634
 
 
-class _Job(ctypes.Structure):
+class _AttnParams(ctypes.Structure):
     _fields_ = tuple(
         (name, kind)
         for kind, names in (
-            (ctypes.c_void_p, "q k v key value key_scale value_scale table past positions cos sin planes mask"),
-            (ctypes.c_void_p, "left counts out"),
-            (ctypes.c_longlong, "table_step mask_step q_row q_token k_row k_token v_row v_token"),
-            (ctypes.c_longlong, "place_row place_token place_plane"),
-            (ctypes.c_int, "tokens parts slots dim pairs window inside rooms"),
-            (ctypes.c_float, "factor cap"),
-            (EpilogueTarget, "heir"),
+            (ctypes.c_void_p, "q k v key value key_scale value_scale page_table past_lens positions"),
+            (ctypes.c_void_p, "cos sin mrope_axis mask partials arrivals out"),
+            (ctypes.c_longlong, "page_table_stride mask_stride"),
+            (ctypes.c_longlong, "q_row_stride q_token_stride k_row_stride k_token_stride v_row_stride v_token_stride"),
+            (ctypes.c_longlong, "position_row_stride position_token_stride position_axis_stride"),
+            (ctypes.c_int, "tokens blocks_per_row max_splits rope_dim interleaved window"),
+            (ctypes.c_int, "partials_in_smem warp_floats"),
+            (ctypes.c_float, "score_scale cap"),
+            (EpilogueTarget, "target"),
         )
         for name in names.split()
     )
@@ -63,7 +65,7 @@ class RopeTables(Protocol):
 
 
 class CompiledModule(Protocol):
-    """A compiled program."""
+    """A loaded CUDA module."""
 
     def launch(self, name: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Any) -> None:
         """Start a kernel."""
@@ -71,229 +73,220 @@ class CompiledModule(Protocol):
 
 
 class ModuleSource(Protocol):
-    """Who compiles: a `ModuleCache`."""
+    """A `ModuleCache`, or the tests' emulator."""
 
     device: torch.device
 
     def module(self, source: Path, **defines: int) -> CompiledModule:
-        """A source with its choices made."""
+        """Load a source compiled with these -D constants."""
         ...
 
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """How attention is dealt out; but for residents and waves, all of it decides roundings."""
+    """How attention is divided; all but `min_blocks` and `max_waves` decides the order of summation."""
 
     warps: int = 4  # of a thread block
-    steps: int = 1  # sixteens of tokens that a warp has on their way at once
-    resident: int = 3  # thread blocks for which a multiprocessor must have registers
-    unit: int = 64  # tokens of the smallest chunk, a multiple of 64
-    slots: int = 32  # chunks up to which a past is cut into smallest ones
-    waves: int = 64  # thread blocks for each that fits, before one takes several chunks
+    kv_m16: int = 1  # blocks of 16 tokens that a warp loads at once
+    min_blocks: int = 3  # resident thread blocks of an SM
+    min_split: int = 64  # tokens of the smallest split, a multiple of 64
+    max_splits: int = 32  # splits of a past; longer pasts have larger ones
+    max_waves: int = 64  # waves of thread blocks; with more splits, a thread block takes several
 
 
 SPLIT_CONFIGS: dict[b.KVCacheDtype, SplitConfig] = {
-    "float": SplitConfig(8, resident=1, unit=128, slots=16, waves=1),
-    "hadamard8": SplitConfig(8, resident=1, unit=128, slots=16, waves=1),
-    "hadamard4": SplitConfig(8, 2, resident=1, unit=128, slots=16, waves=1),
-    "fp8_e5m2": SplitConfig(steps=2, waves=1),
+    "float": SplitConfig(8, min_blocks=1, min_split=128, max_splits=16, max_waves=1),
+    "hadamard8": SplitConfig(8, min_blocks=1, min_split=128, max_splits=16, max_waves=1),
+    "hadamard4": SplitConfig(8, 2, min_blocks=1, min_split=128, max_splits=16, max_waves=1),
+    "fp8_e5m2": SplitConfig(kv_m16=2, max_waves=1),
 }
-"""By the coding of the keys, what was quickest on an H200 (`benchmarks.attention`): a thread block for each
-multiprocessor where there are eight kv heads, and few chunks to add up."""
+"""The fastest on an H200 (`benchmarks.attention`) by the dtype of keys: one thread block for each SM with eight kv
+heads, and few splits to combine."""
 
-MHA_FLOAT_CONFIG = SplitConfig(waves=2)
-"""The same, for one query of a kv head and floats: many heads, so smaller thread blocks."""
+SINGLE_QUERY_FLOAT_CONFIG = SplitConfig(max_waves=2)
+"""The same for one query of each kv head over floats: there are many heads, so thread blocks are smaller."""
 
 MHA_SPLIT_CONFIGS: dict[b.KVCacheDtype, SplitConfig] = {
-    "hadamard8": SplitConfig(resident=2, waves=1),
-    "hadamard4": SplitConfig(resident=4, waves=1),
+    "hadamard8": SplitConfig(min_blocks=2, max_waves=1),
+    "hadamard4": SplitConfig(min_blocks=4, max_waves=1),
 }
-"""The same, for one query of a kv head; those of other codings are few among many."""
+"""The same for attn_decode_mha.cu."""
 
 
 def default_split_config(pages: b.KVPages, queries: int) -> SplitConfig:
-    """The plan for so many queries of each kv head."""
-    coding = pages.dtypes[0]
+    """The configuration for so many queries of each kv head."""
+    dtype = pages.dtypes[0]
     if uses_mha_kernel(pages, queries):
-        return MHA_SPLIT_CONFIGS[coding]
-    return MHA_FLOAT_CONFIG if queries == 1 and coding == "float" else SPLIT_CONFIGS[coding]
+        return MHA_SPLIT_CONFIGS[dtype]
+    return SINGLE_QUERY_FLOAT_CONFIG if queries == 1 and dtype == "float" else SPLIT_CONFIGS[dtype]
 
 
 def uses_mha_kernel(pages: b.KVPages, queries: int) -> bool:
-    """Whether so many queries of each kv head go the way of whole numbers."""
-    return queries == 1 and all(coding in MHA_SPLIT_CONFIGS for coding in pages.dtypes)
+    """Whether attn_decode_mha.cu serves so many queries of each kv head."""
+    return queries == 1 and all(dtype in MHA_SPLIT_CONFIGS for dtype in pages.dtypes)
 
 
 class SplitCounters:
     """What all layers of a device share: the compiler, and counters that are zero between launches.
 
-    Launches of two streams at a time would mix the counters up: each stream needs a desk of its own.
+    Launches of two streams at a time would mix the counters up: each stream needs its own.
     """
 
     def __init__(self, modules: ModuleSource, num_sms: int) -> None:
         self.modules = modules
         self.num_sms = num_sms
-        self.counts = torch.zeros(_COUNTS, dtype=torch.int32, device=modules.device)
+        self.arrivals = torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=modules.device)
         """One for each row, kv head and block of queries."""
 
 
 @dataclass(frozen=True, eq=False)
 class PagedDecodeAttention:
-    """One layer's attention; `other` takes what the kernel does not."""
+    """One layer's attention; `fallback` takes what the kernels do not support."""
 
     counters: SplitCounters
     attn: spec.Attention
-    rotate: b.RopeFn
-    other: b.AttentionFn
-    plan: SplitConfig | None = None
+    rope: b.RopeFn
+    fallback: b.AttentionFn
+    config: SplitConfig | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
         pages = kv.kv_pages
-        if pages is None or q.dtype is not torch.float16 or not self.takes(q.shape[0], q.shape[1], kv, metadata):
-            return self.other(q, k, v, kv, metadata)
-        tables = self.rotate if isinstance(self.rotate, RopeTables) else None
-        if tables is None:
-            q, k = self.rotate(q, k, metadata.positions)
+        if pages is None or q.dtype is not torch.float16 or not self.supports(q.shape[0], q.shape[1], kv, metadata):
+            return self.fallback(q, k, v, kv, metadata)
         out = torch.empty(*q.shape[:2], q.shape[2] * q.shape[3], dtype=q.dtype, device=q.device)
-        self._launch(contiguous_heads(q), contiguous_heads(k), contiguous_heads(v), pages, metadata, tables, out)
+        self.launch(q, k, v, pages, metadata, out)
         return out
 
-    def leave(
-        self, q: Tensor, k: Tensor, v: Tensor, pages: b.KVPages, metadata: b.AttnMetadata, heir: PackedActs
-    ) -> None:
-        """The same answers, of what it takes, to an heir alone."""
-        tables = self.rotate if isinstance(self.rotate, RopeTables) else None
-        if tables is None:
-            q, k = self.rotate(q, k, metadata.positions)
-        self._launch(contiguous_heads(q), contiguous_heads(k), contiguous_heads(v), pages, metadata, tables, None, heir)
-
-    def takes(self, rows: int, tokens: int, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
-        """Whether the kernel attends to so many new tokens of rows."""
-        a, indices, pages = self.attn, (metadata.past_lens, metadata.page_table, metadata.positions), kv.kv_pages
+    def supports(self, rows: int, tokens: int, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
+        """Whether the kernels can serve so many new tokens of each row."""
+        attn, pages, indices = self.attn, kv.kv_pages, (metadata.past_lens, metadata.page_table, metadata.positions)
         return (
             pages is not None
-            and tokens <= NEW
-            and a.head_dim in HEAD_DIMS
+            and tokens <= MAX_NEW_TOKENS
+            and attn.head_dim in HEAD_DIMS
             and (pages.dtypes[0] != "float" or pages.keys[0].dtype is torch.float16)
             and pages.page_size % 64 == 0
             and all(x.dtype is torch.int64 for x in indices)
             and metadata.page_table.stride(1) == 1
-            and rows * a.kv_heads * NEW * (a.heads // a.kv_heads) <= 8 * _COUNTS
+            and rows * attn.kv_heads * MAX_NEW_TOKENS * (attn.heads // attn.kv_heads) <= 8 * _MAX_ARRIVALS
         )
 
-    def _launch(
+    def launch(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         pages: b.KVPages,
         metadata: b.AttnMetadata,
-        tables: RopeTables | None,
-        out: Tensor | None,
-        heir: PackedActs | None = None,
+        out: Tensor | None = None,
+        packed_out: PackedActs | None = None,
     ) -> None:
-        a, rows, tokens = self.attn, *q.shape[:2]
-        asked = tokens * (a.heads // a.kv_heads)
-        plan, alone = self.plan or default_split_config(pages, asked), uses_mha_kernel(pages, asked)
-        columns = 1 if asked <= 8 else 2
-        programs = rows * a.kv_heads * -(-asked // (8 * columns))
-        queries, slots = min(8 * columns, asked), chunks(metadata.max_kv_len - tokens, plan)
-        if alone:
-            plan = replace(plan, warps=math.gcd(plan.warps, a.kv_heads))
-        left = q.new_empty(programs * slots * queries * (a.head_dim + 4), dtype=torch.float32)
-        positions, factor, cap = metadata.positions, *factors(a.scale, a.softcap)
-        job = _Job(
-            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), left=left.data_ptr(),
+        """Attend; the output goes to `out`, or to `packed_out` as the next GEMM's packed activations, or to both."""
+        attn, rows, tokens = self.attn, *q.shape[:2]
+        tables = self.rope if isinstance(self.rope, RopeTables) else None
+        if tables is None:
+            q, k = self.rope(q, k, metadata.positions)
+        q, k, v = contiguous_heads(q), contiguous_heads(k), contiguous_heads(v)
+        head_queries = tokens * (attn.heads // attn.kv_heads)
+        config, mha = self.config or default_split_config(pages, head_queries), uses_mha_kernel(pages, head_queries)
+        if mha:
+            config = replace(config, warps=math.gcd(config.warps, attn.kv_heads))
+        n8_tiles = 1 if head_queries <= 8 else 2
+        queries = min(8 * n8_tiles, head_queries)
+        heads = rows * attn.kv_heads * -(-head_queries // (8 * n8_tiles))  # (row, block of queries, kv head)
+        max_splits = num_splits(metadata.max_kv_len - tokens, config)
+        partial_floats = max_splits * queries * (attn.head_dim + 4)
+        partials = q.new_empty(heads * partial_floats, dtype=torch.float32)
+        score_scale, cap = score_factors(attn.scale, attn.softcap)
+        params = _AttnParams(
+            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(),
             key=pages.keys[0].data_ptr(), key_scale=pages.keys[-1].data_ptr(),
             value=pages.values[0].data_ptr(), value_scale=pages.values[-1].data_ptr(),
-            table=metadata.page_table.data_ptr(), past=metadata.past_lens.data_ptr(),
-            counts=self.counters.counts.data_ptr(),
-            table_step=metadata.page_table.stride(0), q_row=q.stride(0), q_token=q.stride(1), k_row=k.stride(0),
-            k_token=k.stride(1), v_row=v.stride(0), v_token=v.stride(1), tokens=tokens,
-            parts=self._parts(programs, slots, plan, alone), slots=slots,
-            window=a.window or 0, factor=factor, cap=cap,
+            page_table=metadata.page_table.data_ptr(), past_lens=metadata.past_lens.data_ptr(),
+            partials=partials.data_ptr(), arrivals=self.counters.arrivals.data_ptr(),
+            page_table_stride=metadata.page_table.stride(0), q_row_stride=q.stride(0), q_token_stride=q.stride(1),
+            k_row_stride=k.stride(0), k_token_stride=k.stride(1), v_row_stride=v.stride(0), v_token_stride=v.stride(1),
+            tokens=tokens, max_splits=max_splits, window=attn.window or 0, score_scale=score_scale, cap=cap,
         )  # fmt: skip
         if out is not None:
-            job.out = out.data_ptr()
-        if heir is not None:
-            job.heir = heir.input_layout.heir(heir)
+            params.out = out.data_ptr()
+        if packed_out is not None:
+            params.target = packed_out.target()
         if metadata.mask is not None:
-            job.mask, job.mask_step = metadata.mask.data_ptr(), metadata.mask.stride(0)
+            params.mask, params.mask_stride = metadata.mask.data_ptr(), metadata.mask.stride(0)
         if tables is not None:
-            job.cos, job.sin, job.dim, job.pairs = (*addresses(tables.cos, tables.sin), tables.dim, tables.interleaved)
-            job.positions, job.place_row, job.place_token = positions.data_ptr(), *positions.stride()[-2:]
+            positions = metadata.positions
+            params.cos, params.sin = tables.cos.data_ptr(), tables.sin.data_ptr()
+            params.rope_dim, params.interleaved = tables.dim, tables.interleaved
+            params.positions = positions.data_ptr()
+            params.position_row_stride, params.position_token_stride = positions.stride()[-2:]
             if positions.dim() == 3:
-                job.planes, job.place_plane = tables.mrope_axis.data_ptr(), positions.stride(0)
-        chain_defines = choices(a, pages, plan, columns, metadata.mask is not None)
-        made = self.counters.modules.module(MHA_SOURCE if alone else SOURCE, **chain_defines)
-        job.rooms = queries * max(plan.warps * a.head_dim, 2 * slots)
-        shared = memory(a.head_dim, columns, job.rooms, plan)
-        if alone:
-            shared = mha_shared_memory(a.head_dim, pages, plan)
-        nearby = slots * queries * (a.head_dim + 4) * 4
-        if not alone and job.parts == 1 and nearby <= _NEARBY:
-            job.inside, shared = 1, shared + nearby
-        name, across = ("paged_attn_decode_mha", programs // plan.warps) if alone else ("paged_attn_decode", programs)
-        made.launch(name, (across, job.parts, 1), plan.warps * 32, shared, (job,))
-
-    def _parts(self, programs: int, most: int, plan: SplitConfig, alone: bool) -> int:
-        """Thread blocks, or warps, that share the chunks of a head: as many as keep the device busy."""
-        room = self.counters.num_sms * plan.resident * (plan.warps if alone else 1)
-        return max(1, min(most, room * plan.waves // programs))
+                params.mrope_axis, params.position_axis_stride = tables.mrope_axis.data_ptr(), positions.stride(0)
+        # Thread blocks, or warps, that share the splits of a head: as many as keep the device busy.
+        room = self.counters.num_sms * config.min_blocks * (config.warps if mha else 1)
+        params.blocks_per_row = max(1, min(max_splits, room * config.max_waves // heads))
+        defines = attn_defines(attn, pages, config, n8_tiles, metadata.mask is not None)
+        if mha:
+            module, name = self.counters.modules.module(MHA_SOURCE, **defines), "paged_attn_decode_mha"
+            smem, grid = mha_smem_bytes(attn.head_dim, pages, config), heads // config.warps
+        else:
+            module, name = self.counters.modules.module(SOURCE, **defines), "paged_attn_decode"
+            params.warp_floats = queries * max(config.warps * attn.head_dim, 2 * max_splits)
+            smem, grid = smem_bytes(attn.head_dim, n8_tiles, params.warp_floats, config), heads
+            if params.blocks_per_row == 1 and partial_floats * 4 <= _MAX_PARTIALS_IN_SMEM:
+                params.partials_in_smem, smem = 1, smem + partial_floats * 4
+        module.launch(name, (grid, params.blocks_per_row, 1), config.warps * 32, smem, (params,))
 
 
-def chunks(past: int, plan: SplitConfig) -> int:
-    """Into how many a past and the new tokens are cut, at most, if it is not longer than this."""
-    return min(-(-past // plan.unit), plan.slots) + 1
+def num_splits(past: int, config: SplitConfig) -> int:
+    """Splits of a row, the new tokens included, at most, with a past up to this."""
+    return min(-(-past // config.min_split), config.max_splits) + 1
 
 
-def memory(head: int, columns: int, rooms: int, plan: SplitConfig) -> int:
-    """Bytes that a thread block shares, before those of its chunks."""
-    return 64 * plan.warps * columns + columns * 16 * head + rooms * 4
+def smem_bytes(head_dim: int, n8_tiles: int, warp_floats: int, config: SplitConfig) -> int:
+    """Bytes of attn_decode.cu's `AttnSmem`."""
+    return 64 * config.warps * n8_tiles + n8_tiles * 16 * head_dim + warp_floats * 4
 
 
-def mha_shared_memory(head: int, pages: b.KVPages, plan: SplitConfig) -> int:
-    """The same, where each kv head has one query."""
-    bits = sum(4 if coding == "hadamard4" else 8 for coding in pages.dtypes)
-    coming = 64 * (plan.warps * (head * bits // 8 + head // 8) + 64)
-    words = 3 * head + head // 2 + head // 16 + plan.slots + 1
-    return coming + plan.warps * -(-words // 4) * 16
+def mha_smem_bytes(head_dim: int, pages: b.KVPages, config: SplitConfig) -> int:
+    """Bytes of attn_decode_mha.cu's `KvStage`, and of a `WarpSmem` for each warp."""
+    bits = sum(4 if dtype == "hadamard4" else 8 for dtype in pages.dtypes)
+    stage = 64 * (config.warps * (head_dim * bits // 8 + head_dim // 8) + 64)
+    warp_words = 3 * head_dim + head_dim // 2 + head_dim // 16 + config.max_splits + 1
+    return stage + config.warps * -(-warp_words // 4) * 16
 
 
-def choices(attn: spec.Attention, pages: b.KVPages, plan: SplitConfig, columns: int, masked: bool) -> dict[str, int]:
-    """What the kernel's source is told."""
+def attn_defines(
+    attn: spec.Attention, pages: b.KVPages, config: SplitConfig, n8_tiles: int, masked: bool
+) -> dict[str, int]:
+    """The -D constants of both sources."""
     return {
         "HEAD_DIM": attn.head_dim,
         "KV_HEADS": attn.kv_heads,
         "GQA_GROUP": attn.heads // attn.kv_heads,
         "PAGE_SIZE": pages.page_size,
-        "K_DTYPE": _CODINGS[pages.dtypes[0]],
-        "V_DTYPE": _CODINGS[pages.dtypes[1]],
-        "N8_TILES": columns,
-        "WARPS": plan.warps,
-        "KV_M16": plan.steps,
-        "MIN_BLOCKS": plan.resident if columns == 1 else 1,  # twice as many sums need all registers
-        "MIN_SPLIT": plan.unit,
-        "MAX_SPLITS": plan.slots,
+        "K_DTYPE": _KV_DTYPES[pages.dtypes[0]],
+        "V_DTYPE": _KV_DTYPES[pages.dtypes[1]],
+        "N8_TILES": n8_tiles,
+        "WARPS": config.warps,
+        "KV_M16": config.kv_m16,
+        "MIN_BLOCKS": config.min_blocks if n8_tiles == 1 else 1,  # two tiles of accumulators need all registers
+        "MIN_SPLIT": config.min_split,
+        "MAX_SPLITS": config.max_splits,
         "SOFTCAP": int(attn.softcap is not None),
         "HAS_MASK": int(masked),
+        **sizeof_defines(AttnParams=_AttnParams),
     }
 
 
-def factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """On q·k, and on the bent score, to make of them powers of two."""
-    log2e = 1.4426950408889634
-    return (scale * log2e, 1.0) if softcap is None else (scale / softcap, softcap * log2e)
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """`score_scale` and `cap`: scores are exponents of 2."""
+    return (scale * _LOG2E, 1.0) if softcap is None else (scale / softcap, softcap * _LOG2E)
 
 
 def contiguous_heads(x: Tensor) -> Tensor:
-    """Heads of a token side by side, as the kernel reads them, 16 bytes at a time; tokens may be apart."""
-    even = x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0
-    fits = even and x.stride(3) == 1 and x.stride(2) == x.shape[3]
+    """The heads of a token contiguous, and 16 bytes aligned, as the kernels read them; tokens may be apart."""
+    aligned = x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0
+    fits = aligned and x.stride(3) == 1 and x.stride(2) == x.shape[3]
     return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
-def addresses(*tensors: Tensor) -> tuple[int, ...]:
-    """Where they begin."""
-    return tuple(tensor.data_ptr() for tensor in tensors)

@@ -1,6 +1,6 @@
-"""The CUDA backend: packed matrices, experts made of them and the attention of few tokens, in float16.
+"""The CUDA backend, in float16: packed weights, experts made of them, and the attention of few new tokens.
 
-A few rows are multiplied straight from codes; for many, the matrix is unpacked and multiplied as any other.
+Few rows are multiplied straight from codes; for many, the weight is dequantised and multiplied by cuBLAS.
 """
 
 from __future__ import annotations
@@ -20,73 +20,78 @@ from ..reference import ReferenceBackend
 from .attention import HEAD_DIMS, PagedDecodeAttention, SplitCounters
 from .dequantize import DequantGemm, Dequantizer, dequant_gemms
 from .fused_layer import CudaFusedLayer, fuse_layer_kernels
-from .gemm import ACTS, RmsNorm
-from .gemm_dispatch import GemmDispatch
-from .gemm_m64 import MOST
-from .gpu_repack import GpuRepacker
+from .gemm_m16 import ACTIVATIONS, RmsNorm
+from .gemm_m64 import MAX_M64, GemmDispatch
 from .module_cache import ModuleCache, bindings
-from .moe import CudaMoe, ExpertGemm
-from .repack import MmaWeight, repack, unify_groups
+from .moe import CudaMoe, MoeGemm
+from .repack import GpuRepacker, repack
 from .tuning import GemmShape, TuneCache, tuned_file
+from .weight_tile import MmaWeight, unify_groups
 
 
 class CudaLinear:
     """x @ W + bias for any number of rows."""
 
-    def __init__(self, tuned: TuneCache, tiles: MmaWeight, wide: bool) -> None:
-        self._tuned = tuned
-        self._wide = wide
-        self.use(tiles)
+    def __init__(self, tune_cache: TuneCache, weight: MmaWeight, use_m64: bool) -> None:
+        self._tune_cache = tune_cache
+        self._use_m64 = use_m64
+        self.set_weight(weight)
 
-    def use(self, tiles: MmaWeight) -> None:
-        """Go on with the same numbers in another layout."""
-        self.tiles = tiles
-        self.dequantizer = Dequantizer(self._tuned.modules, tiles)
-        self.product = GemmDispatch(self._tuned.product([tiles]), self._wide)
-        self._many = DequantGemm([self.dequantizer])
+    def set_weight(self, weight: MmaWeight) -> None:
+        """Use this weight: the same numbers in another layout."""
+        self.weight = weight
+        self.dequantizer = Dequantizer(self._tune_cache.modules, weight)
+        self.gemm = GemmDispatch(self._tune_cache.gemm([weight]), self._use_m64)
+        self._dequant_gemm = DequantGemm([self.dequantizer])
 
     def __call__(self, x: Tensor) -> Tensor:
         """(…, inputs) → (…, outputs)."""
         rows = x.reshape(-1, x.shape[-1])
-        (y,) = self._few(rows) if len(rows) <= MOST else self._many(rows)
-        return y.view(*x.shape[:-1], self.tiles.out_features)
-
-    def _few(self, rows: Tensor) -> list[Tensor]:
-        out = self.product.answers(len(rows))
-        self.product(rows.contiguous(), out)
-        return out
+        if len(rows) > MAX_M64:
+            (y,) = self._dequant_gemm(rows)
+        else:
+            (y,) = out = self.gemm.gemm.empty_outputs(len(rows))
+            self.gemm(rows.contiguous(), out)
+        return y.view(*x.shape[:-1], self.weight.out_features)
 
 
 class CudaFusedLinear(b.FusedLinear):
-    """Several matrices in one launch, with what comes before and behind them."""
+    """Weights that share an input, in one launch, with a norm before and a residual or activation after."""
 
-    def __init__(self, product: GemmDispatch, matrices: Sequence[CudaLinear]) -> None:
-        self.product = product
-        self._many = dequant_gemms([one.dequantizer for one in matrices])
+    def __init__(self, gemm: GemmDispatch, linears: Sequence[CudaLinear]) -> None:
+        self.gemm = gemm
+        self._dequant_gemms = dequant_gemms([linear.dequantizer for linear in linears])
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each."""
         shape, rows = x.shape[:-1], x.reshape(-1, x.shape[-1]).contiguous()
-        out = self.product.answers(len(rows))
-        self.product(rows, out, residual)
-        return [one.view(*shape, -1) for one in out]
+        out = self.gemm.gemm.empty_outputs(len(rows))
+        self.gemm(rows, out, residual)
+        return [y.view(*shape, -1) for y in out]
 
     def fuse_layer(
-        self, attend: b.AttentionFn, norm: b.QKNormFn | None, o: b.FusedLinear, gate: b.FusedLinear, down: b.FusedLinear
+        self,
+        attend: b.AttentionFn,
+        norm: b.QKNormFn | None,
+        o: b.FusedLinear,
+        gate_up: b.FusedLinear,
+        down: b.FusedLinear,
     ) -> CudaFusedLayer | None:
-        """The whole layer that these begin, if every part is of this kind."""
-        if isinstance(o, CudaFusedLinear) and isinstance(gate, CudaFusedLinear) and isinstance(down, CudaFusedLinear):
-            return fuse_layer_kernels((self.product, o.product, gate.product, down.product), attend, norm)
-        return None
+        """The whole layer; None if a part of it belongs to another backend."""
+        if not isinstance(o, CudaFusedLinear) or not isinstance(gate_up, CudaFusedLinear):
+            return None
+        if not isinstance(down, CudaFusedLinear):
+            return None
+        return fuse_layer_kernels((self.gemm, o.gemm, gate_up.gemm, down.gemm), attend, norm)
 
     def unfused(self, x: Tensor) -> list[Tensor]:
-        """(…, inputs) → (…, outputs) of each, of many rows and with nothing before or behind."""
+        """(…, inputs) → (…, outputs) of each, of many rows, without norm, residual and activation."""
         rows = x.reshape(-1, x.shape[-1])
-        return [y.view(*x.shape[:-1], y.shape[1]) for many in self._many for y in many(rows)]
+        return [y.view(*x.shape[:-1], y.shape[1]) for gemm in self._dequant_gemms for y in gemm(rows)]
 
 
 class CudaBackend:
-    """Packed matrices, experts and the attention of few tokens on one GPU; everything else is declined."""
+    """Packed weights, experts and the attention of few tokens on one GPU; everything else is declined."""
 
     name = "cuda"
     max_fused_tokens = b.FUSE_MAX_TOKENS
@@ -96,13 +101,10 @@ class CudaBackend:
         device: torch.device,
         dtype: torch.dtype,
         folder: Path,
-        others: b.Backend | None = None,
-        wide: bool = False,
+        fallback: b.Backend | None = None,
+        use_m64: bool = False,
     ) -> None:
-        """`others` attends to many tokens at once; plain torch if there is nobody better.
-
-        With `wide`, 17 to 64 rows have a kernel of their own.
-        """
+        """`fallback` attends to many new tokens, by default in plain torch. `use_m64`: gemm_m64 for 17 to 64 rows."""
         if dtype is not torch.float16:
             raise Unsupported(f"computes in float16, not in {str(dtype).removeprefix('torch.')}")
         try:
@@ -111,18 +113,18 @@ class CudaBackend:
             raise Unsupported(str(reason)) from reason
         self.device = device
         self.dtype = dtype
-        self._others = others or ReferenceBackend(device, dtype)
+        self._fallback = fallback or ReferenceBackend(device, dtype)
         self._modules = ModuleCache(device, folder)
-        self._tuned = TuneCache(self._modules, tuned_file(folder, torch.cuda.get_device_name(device)))
+        self._tune_cache = TuneCache(self._modules, tuned_file(folder, torch.cuda.get_device_name(device)))
         self._repacker = GpuRepacker(self._modules)
-        self._wide = wide
+        self._use_m64 = use_m64
         self._counters = SplitCounters(self._modules, self._modules.num_sms)
 
     def linear(self, weight: Weight) -> b.LinearFn:
-        """Packed weights, rearranged."""
+        """Packed weights, repacked."""
         if not isinstance(weight, PackedWeight):
             raise Unsupported("only packed matrices")
-        return CudaLinear(self._tuned, repack(weight, self._repacker), self._wide)
+        return CudaLinear(self._tune_cache, repack(weight, self._repacker), self._use_m64)
 
     def fused_linear(
         self,
@@ -131,52 +133,51 @@ class CudaBackend:
         act: spec.Activation | None,
         fp32_out: bool = False,
     ) -> b.FusedLinear:
-        """Packed matrices in one layout."""
-        mine = [one for one in linears if isinstance(one, CudaLinear)]
-        if len(mine) < len(linears):
+        """Packed weights in one layout."""
+        own = [linear for linear in linears if isinstance(linear, CudaLinear)]
+        if len(own) < len(linears):
             raise Unsupported("matrices that are not packed")
-        if act is not None and act not in ACTS:
+        if act is not None and act not in ACTIVATIONS:
             raise Unsupported(f"{act} between matrices")
         if prologue is not None and (prologue.norm.kind != "rms" or prologue.norm.bias):
             raise Unsupported("a norm with a mean or a bias")
-        if len(mine) == 1 and prologue is None and act is None and not fp32_out:
-            return CudaFusedLinear(mine[0].product, mine)
-        normal = None if prologue is None else RmsNorm(prologue.weight + prologue.norm.offset, prologue.norm.eps)
-        tiles = unify_groups([one.tiles for one in mine])
-        product = self._tuned.product(tiles, normal, act, fp32_out)
-        _adopt(mine, tiles)
-        return CudaFusedLinear(GemmDispatch(product, self._wide), mine)
+        if len(own) == 1 and prologue is None and act is None and not fp32_out:
+            return CudaFusedLinear(own[0].gemm, own)
+        norm = None if prologue is None else RmsNorm(prologue.weight + prologue.norm.offset, prologue.norm.eps)
+        weights = unify_groups([linear.weight for linear in own])
+        gemm = self._tune_cache.gemm(weights, norm, act, fp32_out)
+        _share_layout(own, weights)
+        return CudaFusedLinear(GemmDispatch(gemm, self._use_m64), own)
 
     def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
-        """Few tokens here, many elsewhere."""
+        """Few new tokens here, many by the fallback."""
         if attn.head_dim not in HEAD_DIMS:
             raise Unsupported(f"heads of {attn.head_dim} numbers, only of {HEAD_DIMS[0]} and {HEAD_DIMS[1]}")
-        return PagedDecodeAttention(self._counters, attn, rope, self._others.attention(attn, rope))
+        return PagedDecodeAttention(self._counters, attn, rope, self._fallback.attention(attn, rope))
 
     def moe(self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]) -> b.MoeFn:
         """Packed experts, those of a layer in one layout."""
-        mine = [one for one in (*gate, *up, *down) if isinstance(one, CudaLinear)]
-        if len(mine) < 3 * moe.experts:
+        own = [linear for linear in (*gate, *up, *down) if isinstance(linear, CudaLinear)]
+        if len(own) < 3 * moe.experts:
             raise Unsupported("experts that are not packed")
-        if moe.act not in ACTS:
+        if moe.act not in ACTIVATIONS:
             raise Unsupported(f"{moe.act} between matrices")
-        tiles = [one.tiles for one in mine]
-        inner, outer = unify_groups(tiles[: 2 * moe.experts]), unify_groups(tiles[2 * moe.experts :])
-        pairs = list(zip(inner[: moe.experts], inner[moe.experts :], strict=True))
-        crews = (
-            ExpertGemm(self._modules, pairs, moe.active, moe.act),
-            ExpertGemm(self._modules, [(one,) for one in outer], moe.active),
-        )
-        _adopt(mine, (*inner, *outer))
-        return CudaMoe(moe, crews, (gate, up, down), self._others.gated(moe.act))
+        weights = [linear.weight for linear in own]
+        gate_up_weights = unify_groups(weights[: 2 * moe.experts])
+        down_weights = unify_groups(weights[2 * moe.experts :])
+        pairs = list(zip(gate_up_weights[: moe.experts], gate_up_weights[moe.experts :], strict=True))
+        gate_up_gemm = MoeGemm(self._modules, pairs, moe.active, moe.act)
+        down_gemm = MoeGemm(self._modules, [(weight,) for weight in down_weights], moe.active)
+        _share_layout(own, (*gate_up_weights, *down_weights))
+        return CudaMoe(moe, gate_up_gemm, down_gemm, (gate, up, down), self._fallback.gated(moe.act))
 
     def tune_spaces(self, run: Callable[[], object]) -> list[GemmShape]:
-        """The kinds of products that something uses."""
-        return self._tuned.used(run)
+        """The shapes of the GEMMs that `run` launches."""
+        return self._tune_cache.shapes_used(run)
 
     def save_tuned(self, spaces: Sequence[b.TuneSpace]) -> Path | None:
-        """Write down how they are set."""
-        return self._tuned.keep([one for one in spaces if isinstance(one, GemmShape)])
+        """Store their configurations."""
+        return self._tune_cache.save([space for space in spaces if isinstance(space, GemmShape)])
 
     def _declined(self, *_: Any, **__: Any) -> Any:
         raise Unsupported("only packed matrices, experts and attention")
@@ -184,8 +185,8 @@ class CudaBackend:
     embedding = norm = add_norm = activation = gated = rope = _declined
 
 
-def _adopt(linears: Sequence[CudaLinear], tiles: Sequence[MmaWeight]) -> None:
-    """Let matrices that were put in one layout go on in it, so that it is held once."""
-    for linear, same in zip(linears, tiles, strict=True):
-        if same.layout != linear.tiles.layout:
-            linear.use(same)
+def _share_layout(linears: Sequence[CudaLinear], weights: Sequence[MmaWeight]) -> None:
+    """Let linears use the weights of the fused GEMM, so that each weight is in memory once."""
+    for linear, weight in zip(linears, weights, strict=True):
+        if weight.layout != linear.weight.layout:
+            linear.set_weight(weight)

@@ -1,6 +1,6 @@
-"""Packed matrices times many rows: unpacked side by side, then multiplied as any others.
+"""Packed weights times many rows: dequantised side by side (dequantize.cu), then one cuBLAS GEMM.
 
-An unpacked matrix lives no longer than its product. Few rows are multiplied straight from codes, elsewhere.
+A dequantised weight lives no longer than its GEMM.
 """
 
 from __future__ import annotations
@@ -15,103 +15,102 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import interface as b
-from .gemm import KernelVariant, TileConfig, dealt, weight_struct
-from .lanes import TILE_K, TILE_N
-from .module_cache import CudaModule, ModuleCache
+from .module_cache import CudaModule, ModuleCache, sizeof_defines
 from .prepacked import as_uint16
-from .repack import MmaWeight
+from .weight_tile import TILE_K, TILE_N, MmaWeight, TileLayout, WeightParams, tile_defines
 
 SOURCE = Path(__file__).with_name("csrc") / "dequantize.cu"
-_SHARES = 6
+_MAX_SPANS = 6  # one for each number of digits in the fine region (1 to 5), and the main region
 
 
-class _Shares(ctypes.Structure):
-    _fields_ = (("digits", ctypes.c_int * _SHARES), ("blocks", ctypes.c_int * _SHARES))
+class _DigitSpans(ctypes.Structure):
+    _fields_ = (("num_digits", ctypes.c_int * _MAX_SPANS), ("k_blocks", ctypes.c_int * _MAX_SPANS))
 
 
-class _Target(ctypes.Structure):
+class _DequantTarget(ctypes.Structure):
     _fields_ = (
         ("numbers", ctypes.c_void_p),
-        ("source", ctypes.c_void_p),
+        ("perm", ctypes.c_void_p),
         ("inputs", ctypes.c_int),
         ("stride", ctypes.c_int),
     )
 
 
-class Dequantizer:
-    """A matrix in full; what stays the same is made once."""
+def dequantize_defines(layout: TileLayout, block_tiles: int) -> dict[str, int]:
+    """The -D constants of dequantize.cu."""
+    sizes = sizeof_defines(MmaWeight=WeightParams, DigitSpans=_DigitSpans, DequantTarget=_DequantTarget)
+    return {**tile_defines([layout]), "BLOCK_TILES": block_tiles, **sizes}
 
-    def __init__(self, modules: ModuleCache, tiles: MmaWeight, abreast: int = 8) -> None:
-        """`abreast` tiles are a thread block's: with 8 of them it writes 256 bytes of every input."""
-        self._modules, self.tiles, self._abreast = modules, tiles, abreast
-        self.columns = tiles.tiles * TILE_N
+
+class Dequantizer:
+    """Dequantises one weight; arguments that never change are made once."""
+
+    def __init__(self, modules: ModuleCache, weight: MmaWeight, block_tiles: int = 8) -> None:
+        """`block_tiles`: n16 columns of a thread block; 8 of them write 256 bytes of every input."""
+        self._modules, self.weight, self._block_tiles = modules, weight, block_tiles
+        self.columns = weight.n_tiles * TILE_N
         """Outputs, up to the end of the last tile."""
-        device = tiles.main.bricks.device
-        self._source = None if tiles.source is None else as_uint16(tiles.source).to(device, non_blocking=True)
-        self._grid = -(-tiles.tiles // abreast), tiles.blocks, 1
-        self._shares = _Shares()
-        for place, share in enumerate(tiles.shares):
-            self._shares.digits[place], self._shares.blocks[place] = share.digits, share.blocks
-        self._matrix = weight_struct(tiles)
+        self._perm = None if weight.perm is None else as_uint16(weight.perm).to(weight.device, non_blocking=True)
+        self._spans = _DigitSpans()
+        for i, span in enumerate(weight.spans):
+            self._spans.num_digits[i], self._spans.k_blocks[i] = span.num_digits, span.k_blocks
+        self._params = weight.params()
 
     @property
     def nbytes(self) -> int:
-        """Bytes in full."""
-        return 2 * self.tiles.in_features * self.columns
+        """Bytes of the dequantised weight."""
+        return 2 * self.weight.in_features * self.columns
 
     @cached_property
-    def _made(self) -> CudaModule:
-        chain_defines = dealt(KernelVariant((self.tiles.layout,)), 1, TileConfig())
-        return self._modules.module(SOURCE, **chain_defines, BLOCK_TILES=self._abreast)
+    def _module(self) -> CudaModule:
+        return self._modules.module(SOURCE, **dequantize_defines(self.weight.layout, self._block_tiles))
 
     def fill(self, out: Tensor) -> None:
-        """Fill `out`, (inputs, columns) float16, or such a part of wider rows; it is 16 bytes aligned."""
-        source = None if self._source is None else self._source.data_ptr()
-        target = _Target(out.data_ptr(), source, self.tiles.in_features, out.stride(0))
-        given = self._matrix, self._shares, target
-        memory = TILE_K * (self._abreast * TILE_N * 2 + 4)  # the numbers, and which inputs they belong to
-        self._made.launch("dequantize", self._grid, self._abreast * 32, memory, given)
+        """Fill `out`, (inputs, columns) float16, or such columns of a wider tensor, 16 bytes aligned."""
+        perm = None if self._perm is None else self._perm.data_ptr()
+        target = _DequantTarget(out.data_ptr(), perm, self.weight.in_features, out.stride(0))
+        grid = -(-self.weight.n_tiles // self._block_tiles), self.weight.k_blocks, 1
+        smem = TILE_K * (self._block_tiles * TILE_N * 2 + 4)  # the numbers, and which input each row is
+        self._module.launch("dequantize", grid, self._block_tiles * 32, smem, (self._params, self._spans, target))
 
 
 class DequantGemm:
-    """Matrices of the same inputs times many rows, in one product."""
+    """Weights of the same inputs times many rows, in one GEMM."""
 
-    def __init__(self, unpackers: Sequence[Dequantizer]) -> None:
-        self._unpackers = tuple(unpackers)
-        self._widths = [one.columns for one in unpackers]
-        self._bias = _biases([one.tiles for one in unpackers])
+    def __init__(self, dequantizers: Sequence[Dequantizer]) -> None:
+        self._dequantizers = tuple(dequantizers)
+        self._columns = [one.columns for one in dequantizers]
+        self._bias = _padded_bias([one.weight for one in dequantizers])
 
     def __call__(self, rows: Tensor) -> list[Tensor]:
-        """(rows, inputs) → (rows, outputs) of each, perhaps parts of wider rows."""
-        matrix = self.dequantize()
-        y = torch.mm(rows, matrix) if self._bias is None else torch.addmm(self._bias, rows, matrix)
-        parts = y.split_with_sizes(self._widths, 1)
-        return [part[:, : one.tiles.out_features] for part, one in zip(parts, self._unpackers, strict=True)]
+        """(rows, inputs) → (rows, outputs) of each weight, perhaps views of one wider tensor."""
+        w = self.dequantize()
+        y = torch.mm(rows, w) if self._bias is None else torch.addmm(self._bias, rows, w)
+        parts = y.split_with_sizes(self._columns, 1)
+        return [part[:, : one.weight.out_features] for part, one in zip(parts, self._dequantizers, strict=True)]
 
     def dequantize(self) -> Tensor:
-        """(inputs, columns of all) float16: as it is multiplied, the factors are in it."""
-        first = self._unpackers[0].tiles
-        shape = first.in_features, sum(self._widths)
-        out = torch.empty(shape, dtype=torch.float16, device=first.main.bricks.device)
-        for dequantizer, part in zip(self._unpackers, out.split_with_sizes(self._widths, 1), strict=True):
+        """(inputs, columns of all weights) float16, with each weight's factor applied."""
+        first = self._dequantizers[0].weight
+        out = torch.empty(first.in_features, sum(self._columns), dtype=torch.float16, device=first.device)
+        for dequantizer, part in zip(self._dequantizers, out.split_with_sizes(self._columns, 1), strict=True):
             dequantizer.fill(part)
         return out
 
 
-def dequant_gemms(unpackers: Sequence[Dequantizer]) -> list[DequantGemm]:
-    """All in one product, or each in its own where that would take too much room."""
-    if sum(one.nbytes for one in unpackers) <= b.MAX_DEQUANT_BYTES:
-        return [DequantGemm(unpackers)]
-    return [DequantGemm([one]) for one in unpackers]
+def dequant_gemms(dequantizers: Sequence[Dequantizer]) -> list[DequantGemm]:
+    """One GEMM for all weights, or one for each where that would take more than MAX_DEQUANT_BYTES."""
+    if sum(one.nbytes for one in dequantizers) <= b.MAX_DEQUANT_BYTES:
+        return [DequantGemm(dequantizers)]
+    return [DequantGemm([one]) for one in dequantizers]
 
 
-def _biases(matrices: Sequence[MmaWeight]) -> Tensor | None:
-    """For every column; None where there are none."""
-    if all(one.bias is None for one in matrices):
+def _padded_bias(weights: Sequence[MmaWeight]) -> Tensor | None:
+    """The bias of every column; None if no weight has one."""
+    if all(one.bias is None for one in weights):
         return None
-    device = matrices[0].main.bricks.device
-    own = (
-        torch.zeros(one.out_features, dtype=torch.float16, device=device) if one.bias is None else one.bias
-        for one in matrices
+    biases = (
+        torch.zeros(one.out_features, dtype=torch.float16, device=one.device) if one.bias is None else one.bias
+        for one in weights
     )
-    return torch.cat([F.pad(bias, (0, -len(bias) % TILE_N)) for bias in own])
+    return torch.cat([F.pad(bias, (0, -len(bias) % TILE_N)) for bias in biases])

@@ -1,7 +1,4 @@
-"""A layer of few rows in five launches, each of which leaves its answers as the next one takes them.
-
-What the last one leaves is for the following layer, which knows it again by the rows that come with it.
-"""
+"""A decoder layer of few rows in five launches, each of which prepacks the next one's activations."""
 
 from __future__ import annotations
 
@@ -13,85 +10,83 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...errors import Unsupported
 from .. import interface as b
 from .attention import PagedDecodeAttention
-from .gemm_dispatch import GemmDispatch
+from .gemm_m64 import GemmDispatch
 from .prepacked import PackedActs
 
 
 class CudaFusedLayer(b.FusedLayer):
-    """A layer's norms, matrices, attention and sums, where its attention is a kernel of ours."""
+    """qkv, attention, o, gate and up, down; norms, activation and residuals are in their prologues and epilogues."""
 
     def __init__(
         self,
-        parts: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch],
+        gemms: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch],
         attend: PagedDecodeAttention,
-        norm: b.QKNormFn | None,
+        qk_norm: b.QKNormFn | None,
     ) -> None:
-        """`parts` are q, k and v; o; gate and up; and down. `norm` is that of queries and keys."""
-        self.qkv, self.o, self.gate, self.down = self._parts = parts
-        self._attend, self._norm = attend, norm
-        for part in parts:
-            _ = part.product.input_layout  # Unsupported now rather than later
-        self._following: CudaFusedLayer | None = None
-        self._left: MutableMapping[Tensor, tuple[PackedActs, int]] = WeakTensorKeyDictionary()
+        """`gemms`: qkv, o, gate and up, down. `Unsupported` if one of them cannot read prepacked activations."""
+        self._gemms = gemms
+        self._attend, self._qk_norm = attend, qk_norm
+        self._qkv_input, self._o_input, self._gate_up_input, self._down_input = (one.gemm.input_layout for one in gemms)
+        self._next: CudaFusedLayer | None = None
+        self._prepacked: MutableMapping[Tensor, tuple[PackedActs, int]] = WeakTensorKeyDictionary()
+        """Inputs of this layer that the layer before has prepacked, and their version then."""
 
     def chain_to(self, following: b.FusedLayer) -> None:
-        """Leave the answers for this layer as well."""
-        if isinstance(following, CudaFusedLayer) and following.qkv.product.device == self.qkv.product.device:
-            self._following = following
+        """Prepack the output for this layer as well."""
+        if isinstance(following, CudaFusedLayer) and following._gemms[0].gemm.device == self._gemms[0].gemm.device:
+            self._next = following
 
     def __call__(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor | None:
-        """The residual stream behind the layer; None if its attention must be done otherwise."""
+        """The residual stream after the layer; None if its kernels do not support the batch."""
         rows, tokens = x.shape[:2]
         count, pages = rows * tokens, kv.kv_pages
-        parts = [part.at(count) for part in self._parts]
-        if pages is None or None in parts or not self._attend.takes(rows, tokens, kv, metadata):
+        kernels = [gemm.kernel(count) for gemm in self._gemms]
+        if pages is None or None in kernels or not self._attend.supports(rows, tokens, kv, metadata):
             return None
-        qkv, o, gate, down = (part for part in parts if part is not None)
-        stream = x.reshape(count, -1).contiguous()
-        answers = self.qkv.answers(count)
-        qkv(self._expected(x) or stream, answers)
-        q, k, v = (one.view(rows, tokens, -1, self._attend.attn.head_dim) for one in answers)
-        if self._norm is not None:
-            q, k = self._norm(q, k)
-        heads = self.o.product.input_layout.open(count, 0)
-        self._attend.leave(q, k, v, pages, metadata, heads)
-        middle, normed = self.o.answers(count), self.gate.product.input_layout.open(count, o.shares)
-        o(heads, middle, stream, normed)
-        hidden = self.down.product.input_layout.open(count, 0)
-        gate(normed, [], None, hidden)
-        (out,), following = self.down.answers(count), self._following
-        left = None if following is None else following.qkv.product.input_layout.open(count, down.shares)
-        down(hidden, [out], middle[0], left)
+        qkv, o, gate_up, down = (kernel for kernel in kernels if kernel is not None)
+        residual = x.reshape(count, -1).contiguous()
+        heads = self._gemms[0].gemm.empty_outputs(count)
+        qkv(self._take_prepacked(x) or residual, heads)
+        q, k, v = (one.view(rows, tokens, -1, self._attend.attn.head_dim) for one in heads)
+        if self._qk_norm is not None:
+            q, k = self._qk_norm(q, k)
+        attended = self._o_input.allocate(count, 0)
+        self._attend.launch(q, k, v, pages, metadata, packed_out=attended)
+        (middle,) = self._gemms[1].gemm.empty_outputs(count)
+        normed = self._gate_up_input.allocate(count, o.num_partials)
+        o(attended, [middle], residual, normed)
+        hidden = self._down_input.allocate(count, 0)
+        gate_up(normed, [], None, hidden)
+        (out,), following = self._gemms[3].gemm.empty_outputs(count), self._next
+        prepacked = None if following is None else following._qkv_input.allocate(count, down.num_partials)
+        down(hidden, [out], middle, prepacked)
         out = out.view(x.shape)
-        if following is not None and left is not None:
-            following.expect(out, left)
+        if following is not None and prepacked is not None:
+            following._prepacked[out] = prepacked, _version(out)
         return out
 
-    def expect(self, x: Tensor, left: PackedActs) -> None:
-        """Know that these rows have been left for it."""
-        self._left[x] = left, _version(x)
-
-    def _expected(self, x: Tensor) -> PackedActs | None:
-        """What was left of these rows, unless they have been changed since."""
-        if x not in self._left:
+    def _take_prepacked(self, x: Tensor) -> PackedActs | None:
+        """x as the layer before has prepacked it, unless it was changed since."""
+        if x not in self._prepacked:
             return None
-        left, version = self._left[x]
-        del self._left[x]
-        return left if version == _version(x) else None
+        acts, version = self._prepacked.pop(x)
+        return acts if version == _version(x) else None
 
 
 def fuse_layer_kernels(
-    parts: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch], attend: b.AttentionFn, norm: b.QKNormFn | None
+    gemms: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch],
+    attend: b.AttentionFn,
+    qk_norm: b.QKNormFn | None,
 ) -> CudaFusedLayer | None:
-    """The layer as one, if its parts can leave their answers for each other."""
+    """The layer; None if its parts cannot prepack activations for each other."""
     if not isinstance(attend, PagedDecodeAttention):
         return None
     try:
-        return CudaFusedLayer(parts, attend, norm)
+        return CudaFusedLayer(gemms, attend, qk_norm)
     except Unsupported:
         return None
 
 
 def _version(x: Tensor) -> int:
-    """How often it was written to; nobody counts that in inference mode."""
+    """How often it was written to; torch does not count that in inference mode."""
     return 0 if x.is_inference() else x._version

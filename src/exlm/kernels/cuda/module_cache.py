@@ -1,7 +1,7 @@
-"""CUDA C++ compiled when it is first needed, kept in a folder, and launched on torch's current stream.
+"""CUDA C++ sources compiled by NVRTC when first needed, cached as cubins in a folder, and launched.
 
-Needs the packages cuda-bindings and nvidia-cuda-nvrtc, which come with CUDA builds of torch, and no
-compiler of the machine's own. What the kernels compute is not known here.
+Needs the packages cuda-bindings and nvidia-cuda-nvrtc, which come with CUDA builds of torch, and no compiler on
+the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Defines = tuple[tuple[str, int], ...]
 
 
 class ModuleCache:
-    """Programs for one device, made when they are asked for and kept in a folder."""
+    """The compiled sources of one device."""
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.device = device
@@ -37,28 +37,28 @@ class ModuleCache:
         self._lock = threading.Lock()
 
     @cached_property
-    def memory(self) -> int:
+    def max_smem(self) -> int:
         """Bytes of shared memory that a thread block can have."""
-        limits: Any = torch.cuda.get_device_properties(self.device)
-        return int(limits.shared_memory_per_block_optin)
+        properties: Any = torch.cuda.get_device_properties(self.device)
+        return int(properties.shared_memory_per_block_optin)
 
     @cached_property
     def num_sms(self) -> int:
-        """Multiprocessors."""
+        """Number of streaming multiprocessors."""
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def module(self, source: Path, **defines: int) -> CudaModule:
-        """A source with its choices made."""
+        """Load a source compiled with these -D constants, from memory, from the folder, or by compiling it."""
         key = source, tuple(sorted(defines.items()))
         if key not in self._made:
-            with self._lock:  # several threads may want the same, and only one should compile it
+            with self._lock:  # only one of several threads compiles it
                 if key not in self._made:
                     self._made[key] = CudaModule(source, key[1], self.device, self.cache)
         return self._made[key]
 
 
 class CudaModule:
-    """One source with its choices made, loaded on one device."""
+    """A source compiled with its -D constants, loaded on one device."""
 
     def __init__(self, source: Path, defines: Defines, device: torch.device, cache: ArtifactCache) -> None:
         self._driver = bindings().driver
@@ -72,19 +72,16 @@ class CudaModule:
         self._kernels: dict[str, Any] = {}
 
     def kernel(self, name: str) -> Any:
-        """A kernel that may use all the shared memory a thread block can have."""
+        """A kernel, allowed all the dynamic shared memory that a thread block can have."""
         if name not in self._kernels:
-            found = self._call("cuModuleGetFunction", self._module, name.encode())
-            limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            fixed = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-            limits: Any = torch.cuda.get_device_properties(self.device)
-            self._call(
-                "cuFuncSetAttribute",
-                found,
-                limit,
-                limits.shared_memory_per_block_optin - self._call("cuFuncGetAttribute", fixed, found),
-            )
-            self._kernels[name] = ctypes.c_void_p(int(found))
+            function = self._call("cuModuleGetFunction", self._module, name.encode())
+            attribute = self._driver.CUfunction_attribute
+            static_smem = self._call("cuFuncGetAttribute", attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+            properties: Any = torch.cuda.get_device_properties(self.device)
+            dynamic_smem = properties.shared_memory_per_block_optin - static_smem
+            limit = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._call("cuFuncSetAttribute", function, limit, dynamic_smem)
+            self._kernels[name] = ctypes.c_void_p(int(function))
         return self._kernels[name]
 
     def launch(
@@ -114,13 +111,18 @@ class CudaModule:
         raise KernelError(f"{name} failed on {self.device}: {(words or b'?').decode()}.")
 
 
+def sizeof_defines(**structs: type[ctypes.Structure]) -> dict[str, int]:
+    """The -D constants by which the source asserts that each struct is as large as its ctypes mirror (CHECK_SIZEOF)."""
+    return {f"SIZEOF_{name}": ctypes.sizeof(mirror) for name, mirror in structs.items()}
+
+
 def target(major: int, minor: int) -> str:
-    """What to compile for: Hopper's own instructions are in no later generation."""
+    """The architecture to compile for; wgmma needs sm_90a, whose cubins run on Hopper alone."""
     return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
 def compile_cached(source: Path, defines: Defines, target: str, cache: ArtifactCache) -> bytes:
-    """The machine code of a source for a target such as `sm_90a`; from the cache if it is there, intact."""
+    """The cubin of a source for a target such as `sm_90a`; from the cache if an intact one is there."""
     text = read_source(source)
     choices = [f"-D{name}={value}" for name, value in defines]
     key = hashlib.sha256(b"\0".join([text, target.encode(), __version__.encode(), *map(str.encode, choices)]))
@@ -133,7 +135,7 @@ def compile_cached(source: Path, defines: Defines, target: str, cache: ArtifactC
 
 
 def read_source(source: Path) -> bytes:
-    """A source with the headers beside it in the place of their first #include."""
+    """A source with each header in place of its first #include."""
     included: set[str] = set()
 
     def inline(match: re.Match[bytes]) -> bytes:
@@ -148,7 +150,7 @@ def read_source(source: Path) -> bytes:
 
 
 def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:
-    """Machine code, or a KernelError with the compiler's own words."""
+    """A cubin; a KernelError with NVRTC's log if the source does not compile."""
     nvrtc = bindings().nvrtc
 
     def call(function: str, *arguments: Any) -> Any:
@@ -175,7 +177,7 @@ def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:
 
 
 def bindings() -> Any:
-    """The package cuda.bindings, with the parts used here; MissingExtra without it."""
+    """The package cuda.bindings with its modules driver and nvrtc; MissingExtra without it."""
     try:
         import cuda.bindings.driver
         import cuda.bindings.nvrtc

@@ -1,9 +1,8 @@
-"""A mixture of experts from packed matrices: who answers is found out on the device, which nobody waits for.
+"""Mixture of experts from packed weights (moe.cu). The router's top-k runs on the device; the host does not wait.
 
-Few tokens are multiplied straight from codes, by matrices that their experts have in a table, and a token's
-answer is the same bits whatever its company. So are many of small experts. Large ones are unpacked for many
-tokens, and the host must know how many each of them gets: one wait for all. What a matrix is, and how it is
-unpacked, is decided elsewhere.
+Few tokens are multiplied straight from codes, by a kernel that finds each expert's weights in a table; a token's
+output is the same bits in any batch. So are many tokens of small experts. For many tokens of large experts the
+weights are dequantised, and the host must know how many tokens each expert has: it waits once.
 """
 
 from __future__ import annotations
@@ -19,200 +18,207 @@ from torch import Tensor
 
 from ... import spec
 from .. import interface as b
-from .gemm import GemmM16, TileConfig, row_smem_bytes
-from .lanes import TILE_K
-from .module_cache import ModuleCache
-from .repack import MmaWeight
+from .gemm_m16 import GemmM16, TileConfig, row_smem_bytes
+from .module_cache import ModuleCache, sizeof_defines
 from .tuning import default_config
+from .weight_tile import TILE_K, MmaWeight
 
 SOURCE = Path(__file__).with_name("csrc") / "moe.cu"
 MIN_EXPERTS_PER_PAIR = 4
-"""Experts for each pair of a token and an expert, from which on hardly any two pairs have the same."""
+"""Experts for each (token, expert) pair from which on hardly any two pairs share an expert."""
 
 MAX_DIRECT_WORK = 2**31
-"""Rows of an expert times its bytes from which on it is unpacked: straight from codes, all are read for
-every eight rows."""
+"""Rows of an expert times its bytes up to which it is multiplied straight from codes, which reads all of them for every
+eight rows; above, it is dequantised."""
 
-_GROUP = 8  # rows that a matrix is multiplied by at once
-_PAIRS = 2048  # that find their seats at once
+_MOE_BLOCK = 8  # rows that are multiplied at once
+_MAX_PAIRS = 2048  # that moe_align sorts in one launch
 _THREADS = 256
-_SEAT = 4  # numbers
-_JOB = 256  # bytes that say what is to be done
+_SLOT_INFO_WORDS = 4
+_PARAMS_BYTES = 256  # of shared memory, for GemmParams
 
 
-class _Given(ctypes.Structure):
+class _MoeParams(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("parts", "widths", "logits", "x", "y")),
-        *((name, ctypes.c_void_p) for name in ("words", "seats", "groups")),
-        *((name, ctypes.c_int) for name in ("inputs", "outputs", "room", "pairs")),
+        *((name, ctypes.c_void_p) for name in ("operands", "expert_bits", "logits", "x", "y")),
+        *((name, ctypes.c_void_p) for name in ("packed_x", "slots", "blocks")),
+        *((name, ctypes.c_int) for name in ("inputs", "outputs", "row_words", "pairs")),
     )
 
 
-class AlignedTokens(NamedTuple):
-    """Who multiplies which rows: pairs with the same expert sit side by side."""
-
-    seats: Tensor  # (pairs, _SEAT) int32
-    places: Tensor  # (pairs,) int32: the seat of each
-    groups: Tensor  # int32: the seats they begin at, -1 behind the last
+def moe_defines(experts: int, active: int, runtime_bits: int = 0) -> dict[str, int]:
+    """The -D constants of moe.cu, besides those of gemm_m16.h."""
+    sizes = sizeof_defines(MoeParams=_MoeParams)
+    return {"NUM_EXPERTS": experts, "TOP_K": active, "RUNTIME_BITS": runtime_bits, **sizes}
 
 
-class _Expert(GemmM16):
-    """One expert's matrices, which are multiplied by whatever rows are the expert's."""
+class AlignedPairs(NamedTuple):
+    """(token, expert) pairs sorted by expert; a pair's place in that order is its slot."""
 
-    def memory(self, rows: int, plan: TileConfig, handed: bool = False) -> int:
-        """Bytes of shared memory: before all else, what is to be done."""
-        return super().memory(rows, plan, handed) + _JOB
+    slots: Tensor  # (pairs, 4) int32: moe.cu's SlotInfo
+    slot_of_pair: Tensor  # (pairs,) int32
+    blocks: Tensor  # int32: the first slot of each block of up to _MOE_BLOCK rows of one expert, then -1
 
 
-class ExpertGemm:
-    """The same matrices of every expert. With `act` they have two each: act(first) · second is the answer."""
+class _ExpertGemm(GemmM16):
+    """The GEMM of one expert; its GemmParams are in shared memory, before all else."""
+
+    def smem_bytes(self, rows: int, config: TileConfig, in_prepacked: bool = False) -> int:
+        return super().smem_bytes(rows, config, in_prepacked) + _PARAMS_BYTES
+
+
+class MoeGemm:
+    """One GEMM of every expert. With `act` each has two weights, and the output is act(first) · second."""
 
     def __init__(
         self, modules: ModuleCache, experts: Sequence[Sequence[MmaWeight]], active: int, act: str | None = None
     ) -> None:
         self._modules = modules
-        self._products = [_Expert(modules, tiles, None, act) for tiles in experts]
-        self._choices = {"NUM_EXPERTS": len(experts), "TOP_K": active, "RUNTIME_BITS": 0}
+        self._gemms = [_ExpertGemm(modules, weights, None, act) for weights in experts]
         self._active = active
-        self._unite()
-        self._largest = max(self._products, key=lambda one: one.memory(1, TileConfig()))
-        busy = [one for tiles in experts[:active] for one in tiles]
-        self._largest.plan = self._largest.fitted(default_config(busy, act, modules.num_sms))
+        self._defines = moe_defines(len(experts), active, self._unify_variants())
+        self._largest = max(self._gemms, key=lambda gemm: gemm.smem_bytes(1, TileConfig()))
+        """Its configuration serves all experts."""
+        active_weights = [weight for weights in experts[:active] for weight in weights]
+        self._largest.config = self._largest.fit(default_config(active_weights, act, modules.num_sms))
         device = self._largest.device
-        table = bytearray(b"".join(bytes(one.parts) for one in self._products))
-        self._table = torch.frombuffer(table, dtype=torch.uint8).to(device)
-        widths = [sum(one.layout.bits << 4 * i for i, one in enumerate(tiles)) for tiles in experts]
-        self._widths = torch.tensor(widths, dtype=torch.int32, device=device)
-        self.width = self._largest.widths[0]
-        self.nbytes = sum(one.nbytes for tiles in experts for one in tiles)
+        operands = bytearray(b"".join(bytes(gemm.operands) for gemm in self._gemms))
+        self._operands = torch.frombuffer(operands, dtype=torch.uint8).to(device)
+        bits = [sum(weight.layout.bits << 4 * i for i, weight in enumerate(weights)) for weights in experts]
+        self._expert_bits = torch.tensor(bits, dtype=torch.int32, device=device)
+        self.width = self._largest.output_widths[0]
+        self.nbytes = sum(weight.nbytes for weights in experts for weight in weights)
 
-    def _unite(self) -> None:
-        """Have one form for all: that of the widest codes, if they differ, and each told its own."""
-        forms = [one.form for one in self._products]
-        layouts = forms[0].layouts
-        if len({form.layouts for form in forms}) > 1:
-            every = [layout for form in forms for layout in form.layouts]
-            layouts = (max(every, key=lambda one: one.bits),) * len(layouts)
-            self._choices["RUNTIME_BITS"] = sum(1 << bits for bits in {layout.bits for layout in every})
-        apart = any(form.apart for form in forms)
-        for one in self._products:
-            one.form = replace(one.form, layouts=layouts, apart=apart)
+    def _unify_variants(self) -> int:
+        """Give all experts one kernel variant; if their widths differ, that of the widest, and RUNTIME_BITS."""
+        variants, runtime_bits = [gemm.variant for gemm in self._gemms], 0
+        layouts = variants[0].layouts
+        if len({variant.layouts for variant in variants}) > 1:
+            every = [layout for variant in variants for layout in variant.layouts]
+            layouts = (max(every, key=lambda layout: layout.bits),) * len(layouts)
+            runtime_bits = sum(1 << bits for bits in {layout.bits for layout in every})
+        separate_perm = any(variant.separate_perm for variant in variants)
+        for gemm in self._gemms:
+            gemm.variant = replace(gemm.variant, layouts=layouts, separate_perm=separate_perm)
+        return runtime_bits
 
     def module(self, rows: int) -> Any:
-        """The kernels for rows by themselves (1) or in groups."""
-        return self._modules.module(SOURCE, **self._largest.choices(rows), **self._choices)
+        """The kernels for single rows (1) or for blocks of rows."""
+        return self._modules.module(SOURCE, **self._largest.defines(rows), **self._defines)
 
-    def __call__(self, x: Tensor, logits: Tensor, seating: AlignedTokens | None) -> Tensor:
-        """(pairs, outputs) in the order of their seats, of x (tokens, inputs), without `act` (pairs, inputs).
+    def __call__(self, x: Tensor, logits: Tensor, aligned: AlignedPairs | None) -> Tensor:
+        """(slots, outputs), without `aligned` (pairs, outputs); x is (tokens, inputs) with `act`, else like the output.
 
-        Contiguous float16, and so are the logits (tokens, experts).
+        All are contiguous float16, and so are the logits, (tokens, experts).
         """
         largest, pairs = self._largest, len(logits) * self._active
         out = x.new_empty(pairs, self.width)
-        given = _Given(*(one.data_ptr() for one in (self._table, self._widths, logits, x, out)))
-        given.inputs, given.outputs, given.pairs = largest.inputs, self.width, pairs
-        given.room = largest.bricks * TILE_K // 8
-        rows, groups, kept = 1, pairs, None
-        if seating is not None:
-            rows, groups = _GROUP, len(seating.groups)
-            given.seats, given.groups = seating.seats.data_ptr(), seating.groups.data_ptr()
-            kept = self._prepared(given)
-        plan = largest.plan
-        each = plan.tiles // 2 if largest.form.act else plan.tiles
-        grid = -(-largest.matrices[0].tiles // each), groups, 1
-        memory = largest.memory(rows, plan)
-        self.module(rows).launch("moe_gemm", grid, plan.warps * 32, memory, (given,))
-        del kept  # not before the launch
+        params = _MoeParams(*(one.data_ptr() for one in (self._operands, self._expert_bits, logits, x, out)))
+        params.inputs, params.outputs, params.pairs = largest.in_features, self.width, pairs
+        params.row_words = largest.k_tiles * TILE_K // 8
+        rows, blocks, kept = 1, pairs, None
+        if aligned is not None:
+            rows, blocks = _MOE_BLOCK, len(aligned.blocks)
+            params.slots, params.blocks = aligned.slots.data_ptr(), aligned.blocks.data_ptr()
+            kept = self._pack_activations(params)
+        config = largest.config
+        block_tiles = config.warp_tiles // 2 if largest.variant.act else config.warp_tiles
+        grid = -(-largest.weights[0].n_tiles // block_tiles), blocks, 1
+        smem = largest.smem_bytes(rows, config)
+        self.module(rows).launch("moe_gemm", grid, config.warps * 32, smem, (params,))
+        del kept  # freed after the launch
         return out
 
-    def _prepared(self, given: _Given) -> Tensor:
-        """Every seat's row as its expert wants it."""
-        largest, sides = self._largest, 2 if self._largest.form.apart else 1
-        size = sides * given.pairs * given.room * 8
-        words = torch.empty(size, dtype=torch.float16, device=largest.device)
-        given.words = words.data_ptr()
-        grid = given.pairs, -(-given.room // _THREADS), sides
-        self.module(_GROUP).launch(
-            "moe_pack_activations", grid, _THREADS, _JOB + row_smem_bytes(largest.inputs), (given,)
-        )
-        return words
+    def _pack_activations(self, params: _MoeParams) -> Tensor:
+        """Launch moe_pack_activations, and set `packed_x` of `params`."""
+        largest, perms = self._largest, 2 if self._largest.variant.separate_perm else 1
+        numbers = perms * params.pairs * params.row_words * 8
+        packed_x = torch.empty(numbers, dtype=torch.float16, device=largest.device)
+        params.packed_x = packed_x.data_ptr()
+        grid = params.pairs, -(-params.row_words // _THREADS), perms
+        smem = _PARAMS_BYTES + row_smem_bytes(largest.in_features)
+        self.module(_MOE_BLOCK).launch("moe_pack_activations", grid, _THREADS, smem, (params,))
+        return packed_x
 
 
 class CudaMoe:
-    """Routes each token to its experts, and adds their answers in the order of choice."""
+    """Routes each token to its experts, and adds their outputs in the order of selection."""
 
     def __init__(
         self,
         moe: spec.Moe,
-        crews: tuple[ExpertGemm, ExpertGemm],
-        matrices: Sequence[Sequence[b.LinearFn]],
+        gate_up: MoeGemm,
+        down: MoeGemm,
+        linears: Sequence[Sequence[b.LinearFn]],
         gated: b.GatedActivationFn,
     ) -> None:
-        """`crews` are gate with up, and down; `matrices` are gate, up and down, by which many tokens go."""
+        """`linears`: gate, up and down of every expert, for the tokens that are not multiplied straight from codes."""
         self._moe = moe
-        self._inner, self._outer = crews
-        self._matrices, self._gated = matrices, gated
+        self._gate_up, self._down = gate_up, down
+        self._linears, self._gated = linears, gated
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """(rows, tokens, hidden) and (rows, tokens, experts) → (rows, tokens, hidden)."""
         flat, scores = x.flatten(0, 1).contiguous(), logits.flatten(0, 1).to(x.dtype).contiguous()
-        if not self._straight(len(flat)):
-            return self._many(flat, scores).view_as(x)
-        each = max(b.FUSE_MAX_TOKENS, _PAIRS // self._moe.active)
-        cuts = [slice(start, start + each) for start in range(0, len(flat), each)]
-        parts = [self._few(flat[cut], scores[cut]) for cut in cuts]
+        if not self._is_direct(len(flat)):
+            return self._run_experts(flat, scores).view_as(x)
+        chunk = max(b.FUSE_MAX_TOKENS, _MAX_PAIRS // self._moe.active)
+        chunks = [slice(start, start + chunk) for start in range(0, len(flat), chunk)]
+        parts = [self._run_direct(flat[part], scores[part]) for part in chunks]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view_as(x)
 
-    def _straight(self, tokens: int) -> bool:
-        """Whether codes are better read again and again than unpacked, expert by expert."""
-        held = (self._inner.nbytes + self._outer.nbytes) / self._moe.experts
-        return tokens <= b.FUSE_MAX_TOKENS or tokens * self._moe.active / self._moe.experts * held <= MAX_DIRECT_WORK
+    def _is_direct(self, tokens: int) -> bool:
+        """Whether so many tokens are multiplied straight from codes."""
+        expert_bytes = (self._gate_up.nbytes + self._down.nbytes) / self._moe.experts
+        rows = tokens * self._moe.active / self._moe.experts
+        return tokens <= b.FUSE_MAX_TOKENS or rows * expert_bytes <= MAX_DIRECT_WORK
 
-    def _few(self, x: Tensor, logits: Tensor) -> Tensor:
-        alone = len(x) == 1 or len(x) * self._moe.active * MIN_EXPERTS_PER_PAIR <= self._moe.experts
-        seating = None if alone else self._dealt(logits)
-        answers = self._outer(self._inner(x, logits, seating), logits, seating)
-        return self._combined(answers, logits, None if seating is None else seating.places, True)
+    def _run_direct(self, x: Tensor, logits: Tensor) -> Tensor:
+        single = len(x) == 1 or len(x) * self._moe.active * MIN_EXPERTS_PER_PAIR <= self._moe.experts
+        aligned = None if single else self._align(logits)
+        expert_out = self._down(self._gate_up(x, logits, aligned), logits, aligned)
+        return self._combine(expert_out, logits, None if aligned is None else aligned.slot_of_pair, True)
 
-    def _many(self, x: Tensor, logits: Tensor) -> Tensor:
+    def _run_experts(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Expert by expert; the host waits once, for the number of tokens of each."""
         active, experts = self._moe.active, self._moe.experts
-        chosen = torch.empty(len(x) * active, dtype=torch.int32, device=x.device)
-        given = _address(logits), _address(chosen), ctypes.c_int(len(x))
-        self._outer.module(1).launch("topk", (-(-len(x) // 8), 1, 1), _THREADS, 0, given, pdl=False)
-        ordered, order = chosen.sort(stable=True)
+        selected = torch.empty(len(x) * active, dtype=torch.int32, device=x.device)
+        args = _pointer(logits), _pointer(selected), ctypes.c_int(len(x))
+        self._down.module(1).launch("topk", (-(-len(x) // 8), 1, 1), _THREADS, 0, args, pdl=False)
+        sorted_experts, order = selected.sort(stable=True)
         numbers = torch.arange(experts, dtype=torch.int32, device=x.device)
-        ends = torch.searchsorted(ordered, numbers, right=True).tolist()
+        ends = torch.searchsorted(sorted_experts, numbers, right=True).tolist()
         rows = x.index_select(0, order // active)
-        answers = []
-        for start, end, gate, up, down in zip([0, *ends[:-1]], ends, *self._matrices, strict=True):
+        outputs = []
+        for start, end, gate, up, down in zip([0, *ends[:-1]], ends, *self._linears, strict=True):
             if start < end:
                 part = rows[start:end]
-                answers.append(down(self._gated(gate(part), up(part))))
-        return self._combined(torch.cat(answers), logits, order.argsort().int(), False)
+                outputs.append(down(self._gated(gate(part), up(part))))
+        return self._combine(torch.cat(outputs), logits, order.argsort().int(), False)
 
-    def _dealt(self, logits: Tensor) -> AlignedTokens:
-        """Seats for all pairs of a token and an expert."""
+    def _align(self, logits: Tensor) -> AlignedPairs:
+        """Sort all (token, expert) pairs by expert."""
         pairs, device = len(logits) * self._moe.active, logits.device
-        most = min(pairs, self._moe.experts + pairs // _GROUP)  # every expert may have one that is not full
-        sizes = (pairs, _SEAT), (pairs,), (most,)
-        seating = AlignedTokens(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
-        given = *map(_address, (logits, *seating)), ctypes.c_int(pairs), ctypes.c_int(most)
-        memory = 4 * (pairs + self._moe.experts)
-        self._inner.module(_GROUP).launch("moe_align", (1, 1, 1), _THREADS, memory, given)
-        return seating
+        max_blocks = min(pairs, self._moe.experts + pairs // _MOE_BLOCK)  # each expert may have one that is not full
+        sizes = (pairs, _SLOT_INFO_WORDS), (pairs,), (max_blocks,)
+        aligned = AlignedPairs(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+        args = *map(_pointer, (logits, *aligned)), ctypes.c_int(pairs), ctypes.c_int(max_blocks)
+        smem = 4 * (pairs + self._moe.experts)
+        self._gate_up.module(_MOE_BLOCK).launch("moe_align", (1, 1, 1), _THREADS, smem, args)
+        return aligned
 
-    def _combined(self, answers: Tensor, logits: Tensor, places: Tensor | None, pdl: bool) -> Tensor:
-        """The answers of each token's experts times their shares, added up."""
-        out = answers.new_empty(len(logits), self._outer.width)
-        given = (
-            *map(_address, (logits, answers, places, out)),
-            ctypes.c_int(self._outer.width),
+    def _combine(self, expert_out: Tensor, logits: Tensor, slot_of_pair: Tensor | None, pdl: bool) -> Tensor:
+        """The outputs of each token's experts times their routing weights, added up."""
+        out = expert_out.new_empty(len(logits), self._down.width)
+        args = (
+            *map(_pointer, (logits, expert_out, slot_of_pair, out)),
+            ctypes.c_int(self._down.width),
             ctypes.c_int(self._moe.renormalize),
         )
-        grid = len(logits), -(-self._outer.width // (8 * _THREADS)), 1
-        self._outer.module(1).launch("combine", grid, _THREADS, 0, given, pdl)
+        grid = len(logits), -(-self._down.width // (8 * _THREADS)), 1
+        self._down.module(1).launch("combine", grid, _THREADS, 0, args, pdl)
         return out
 
 
-def _address(tensor: Tensor | None) -> ctypes.c_void_p:
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

@@ -1,8 +1,9 @@
-"""Rows left by one kernel as the next product takes them, so that nobody need prepare them for it.
+"""Prepacked activations: an epilogue writes its output as the next GEMM's packed input (csrc/prepacked.h).
 
-A root mean square before the product is divided by only in the end: whoever leaves the rows multiplies them
-by the norm's weights and says how large their squares are. The weights are brought to one at most, so that
-no number becomes too large for float16 on the way.
+The next weight's act-order permutation is folded into that store, and so is the weight of an RMS norm between
+the two: the epilogue multiplies by the norm's weight and leaves partial sums of squares; the next GEMM's own
+epilogue multiplies by 1 / rms. The norm's weight is divided by a power of two to be at most 1, so that no number
+overflows float16 on the way.
 """
 
 from __future__ import annotations
@@ -20,155 +21,157 @@ import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from .lanes import MAX_M16, TILE_K
-from .repack import MmaWeight, tile_perm
+from .weight_tile import TILE_K, MmaWeight, slot_inputs
+
+MAX_M16 = 16
+"""Rows up to which gemm_m16 runs; it reads packed activations in another layout than gemm_m64."""
 
 NO_SLOT = 65535
-COPIES = 8
-"""Stored inputs that one input may be: its codes have digits, and matrices orders of their own."""
+MAX_SLOTS = 8
+"""Slots that one input may have: a code may have several digits, and each weight may have its own permutation."""
 
 
 class EpilogueTarget(ctypes.Structure):
-    """The kernels' `Heir`."""
+    """The kernels' `EpilogueTarget`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("places", "gaps", "norm", "words", "squares")),
-        *((name, ctypes.c_int) for name in ("empty", "room", "shares", "few")),
+        *((name, ctypes.c_void_p) for name in ("slots", "pad_slots", "norm_weight", "packed_x", "rms_partials")),
+        *((name, ctypes.c_int) for name in ("num_pads", "row_capacity", "num_partials", "fragment_layout")),
     )
 
 
 class ChainArgs(ctypes.Structure):
-    """The kernels' `Link`."""
+    """The kernels' `ChainArgs`."""
 
     _fields_ = (
-        ("heir", EpilogueTarget),
-        ("squares", ctypes.c_void_p),
-        ("shares", ctypes.c_int),
-        ("lift", ctypes.c_float),
+        ("target", EpilogueTarget),
+        ("rms_partials", ctypes.c_void_p),
+        ("num_partials", ctypes.c_int),
+        ("norm_scale", ctypes.c_float),
     )
 
 
 class InputLayout:
-    """Where a product takes its inputs: what those must know who leave rows for it."""
+    """Where a GEMM reads each of its inputs, for the epilogues that write them."""
 
-    def __init__(self, matrices: Sequence[MmaWeight], entrances: Sequence[int], norm: Tensor | None) -> None:
-        """`entrances` says for each matrix which one has the same order."""
-        firsts = list(dict.fromkeys(entrances))
-        orders = [fragment_order(tile_perm(matrices[first])) for first in firsts]
-        starts = dict(zip(firsts, accumulate(map(len, orders[:-1]), initial=0), strict=True))
-        self.starts = [starts[entrance] for entrance in entrances]
-        """Of each matrix, among all stored inputs."""
-        device, lanes = matrices[0].main.bricks.device, torch.cat(orders).numpy()
-        self.stored = len(lanes)
-        gaps = torch.from_numpy(np.flatnonzero(lanes < 0))
-        self.empty = len(gaps)
-        self.gaps = as_uint16(gaps).to(device, non_blocking=True)
-        self.places = as_uint16(_places(lanes, matrices[0].in_features)).to(device, non_blocking=True)
-        self._norm = norm
+    def __init__(self, weights: Sequence[MmaWeight], perm_owners: Sequence[int], norm_weight: Tensor | None) -> None:
+        """`perm_owners`: for each weight, the first one with the same permutation, whose activations it shares."""
+        owners = list(dict.fromkeys(perm_owners))
+        orders = [fragment_order(slot_inputs(weights[owner])) for owner in owners]
+        starts = dict(zip(owners, accumulate(map(len, orders[:-1]), initial=0), strict=True))
+        self.first_slots = [starts[owner] for owner in perm_owners]
+        """Of each weight, among the slots of all permutations."""
+        device, inputs = weights[0].device, torch.cat(orders).numpy()
+        self.num_slots = len(inputs)
+        self.pad_slots = as_uint16(torch.from_numpy(np.flatnonzero(inputs < 0))).to(device, non_blocking=True)
+        self.slots = as_uint16(_slots_of_inputs(inputs, weights[0].in_features)).to(device, non_blocking=True)
+        self._norm_weight = norm_weight
 
     @cached_property
-    def lift(self) -> float:
-        """What the norm's weights are divided by. Not asked before all are there: it waits for the device."""
-        return 1.0 if self._norm is None else 2.0 ** math.frexp(float(self._norm.abs().max()))[1]
+    def norm_scale(self) -> float:
+        """The power of two that the norm's weight is divided by; reading it the first time waits for the device."""
+        return 1.0 if self._norm_weight is None else 2.0 ** math.frexp(float(self._norm_weight.abs().max()))[1]
 
     @cached_property
-    def norm(self) -> Tensor | None:
-        """What rows are multiplied by, one at most."""
-        return None if self._norm is None else self._norm.float().contiguous() / self.lift
+    def norm_weight(self) -> Tensor | None:
+        """What epilogues multiply by: at most 1."""
+        return None if self._norm_weight is None else self._norm_weight.float().contiguous() / self.norm_scale
 
-    def open(self, rows: int, shares: int) -> PackedActs:
-        """Room for rows that are still to come, from so many thread blocks for each of them."""
-        room = rows if rows <= MAX_M16 else -(-rows // 16) * 16
-        device = self.places.device
-        words = torch.empty(self.stored * room, dtype=torch.float16, device=device)
-        squares = None
-        if self.norm is not None:
-            squares = torch.empty(rows * shares, dtype=torch.float32, device=device)
-        return PackedActs(self, rows, room, words, squares, shares)
-
-    def heir(self, handed: PackedActs) -> EpilogueTarget:
-        """What a kernel is told that leaves rows there."""
-        return EpilogueTarget(
-            places=self.places.data_ptr(),
-            gaps=self.gaps.data_ptr(),
-            norm=None if self.norm is None else self.norm.data_ptr(),
-            words=handed.words.data_ptr(),
-            squares=None if handed.squares is None else handed.squares.data_ptr(),
-            empty=self.empty,
-            room=handed.room,
-            shares=handed.shares,
-            few=handed.rows <= MAX_M16,
-        )
+    def allocate(self, rows: int, num_partials: int) -> PackedActs:
+        """Memory for rows that a kernel will write, with so many partial sums of squares for each."""
+        row_capacity = rows if rows <= MAX_M16 else -(-rows // 16) * 16
+        packed_x = torch.empty(self.num_slots * row_capacity, dtype=torch.float16, device=self.slots.device)
+        rms_partials = None
+        if self._norm_weight is not None:
+            rms_partials = torch.empty(rows * num_partials, dtype=torch.float32, device=self.slots.device)
+        return PackedActs(self, rows, row_capacity, packed_x, rms_partials, num_partials)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedActs:
-    """Rows as a product takes them."""
+    """Activations as a GEMM reads them, packed by the kernel that computed them."""
 
-    input_layout: InputLayout
+    layout: InputLayout
     rows: int
-    room: int
-    words: Tensor
-    squares: Tensor | None
-    shares: int
+    row_capacity: int
+    packed_x: Tensor
+    rms_partials: Tensor | None
+    num_partials: int
 
     def __len__(self) -> int:
         return self.rows
 
     @property
-    def starts(self) -> list[int]:
-        """The address of what each matrix takes."""
-        return [self.words.data_ptr() + start * self.room * 2 for start in self.input_layout.starts]
+    def addresses(self) -> list[int]:
+        """Of each weight's packed activations."""
+        return [self.packed_x.data_ptr() + slot * self.row_capacity * 2 for slot in self.layout.first_slots]
+
+    def target(self) -> EpilogueTarget:
+        """As the kernel that writes them takes it."""
+        layout = self.layout
+        return EpilogueTarget(
+            slots=layout.slots.data_ptr(),
+            pad_slots=layout.pad_slots.data_ptr(),
+            norm_weight=None if layout.norm_weight is None else layout.norm_weight.data_ptr(),
+            packed_x=self.packed_x.data_ptr(),
+            rms_partials=None if self.rms_partials is None else self.rms_partials.data_ptr(),
+            num_pads=len(layout.pad_slots),
+            row_capacity=self.row_capacity,
+            num_partials=self.num_partials,
+            fragment_layout=self.rows <= MAX_M16,
+        )
 
 
-def chain_args(handed: PackedActs | None, heir: PackedActs | None) -> ChainArgs:
-    """What a product is told of rows that were left for it, and of those it leaves."""
-    made = ChainArgs()
-    if handed is not None:
-        made.lift = handed.input_layout.lift
-        if handed.squares is not None:
-            made.squares, made.shares = handed.squares.data_ptr(), handed.shares
-    if heir is not None:
-        if handed is None:
-            raise Unsupported("rows that were not handed over, to be handed on")
-        made.heir = heir.input_layout.heir(heir)
-    return made
+def chain_args(packed_in: PackedActs | None, packed_out: PackedActs | None) -> ChainArgs:
+    """A GEMM's arguments for the prepacked activations that it reads and writes."""
+    args = ChainArgs()
+    if packed_in is not None:
+        args.norm_scale = packed_in.layout.norm_scale
+        if packed_in.rms_partials is not None:
+            args.rms_partials, args.num_partials = packed_in.rms_partials.data_ptr(), packed_in.num_partials
+    if packed_out is not None:
+        if packed_in is None:
+            raise Unsupported("prepacked output of rows that were not prepacked")
+        args.target = packed_out.target()
+    return args
 
 
-def chain_defines(handed: bool, heir: bool) -> dict[str, int]:
-    """What the kernels' source is told of that; nothing if there is nothing to tell."""
-    return {"IN_PREPACKED": int(handed), "OUT_PREPACKED": int(heir)} if handed or heir else {}
+def chain_defines(in_prepacked: bool, out_prepacked: bool) -> dict[str, int]:
+    """The -D constants for that; none for a GEMM that is not chained."""
+    if not (in_prepacked or out_prepacked):
+        return {}
+    return {"IN_PREPACKED": int(in_prepacked), "OUT_PREPACKED": int(out_prepacked)}
 
 
-def epilogue_smem_bytes(outputs: int, room: int) -> int:
-    """Bytes of shared memory that a thread block keeps for its answers."""
-    return outputs * (2 * COPIES + 4) + room * 4
+def epilogue_smem_bytes(outputs: int, rows: int) -> int:
+    """Bytes of `EpilogueSmem`: slots and norm weight of each output, 1 / rms of each row."""
+    return outputs * (2 * MAX_SLOTS + 4) + rows * 4
 
 
-def fragment_order(source: Tensor) -> Tensor:
-    """Stored inputs in the order of the lanes: brick, pair of steps, quarter, step, input."""
-    return source.view(-1, TILE_K // 32, 2, 4, 4).transpose(2, 3).flatten()
+def fragment_order(slot_values: Tensor) -> Tensor:
+    """Values of all slots in the order of packed activations: (k tile, pair of k16 steps, c, step, 4)."""
+    return slot_values.view(-1, TILE_K // 32, 2, 4, 4).transpose(2, 3).flatten()
 
 
-def as_uint16(places: Tensor) -> Tensor:
-    """The lowest 16 bits of places, which torch knows with a sign only; -1 is NOWHERE."""
-    return places.to(torch.int16)
+def as_uint16(values: Tensor) -> Tensor:
+    """Their lowest 16 bits, in torch's signed type; -1 becomes NO_SLOT."""
+    return values.to(torch.int16)
 
 
-def _places(lanes: npt.NDArray[np.int32], inputs: int) -> Tensor:
-    """(inputs, COPIES) which stored inputs each is, -1 for none.
+def _slots_of_inputs(slot_inputs: npt.NDArray[np.int32], num_inputs: int) -> Tensor:
+    """(inputs, MAX_SLOTS) the slots of each input, then -1.
 
-    In numpy: torch would wake all its threads for so little, once for each matrix that is loaded.
+    In numpy: torch would wake all its threads for so little work, once for each weight that is loaded.
     """
-    if len(lanes) >= NO_SLOT:
-        raise Unsupported(f"{len(lanes)} stored inputs, which must be below {NO_SLOT}")
-    there = np.flatnonzero(lanes >= 0)
-    whose = lanes[there]
-    order = np.argsort(whose, kind="stable")
-    counts = np.bincount(whose, minlength=inputs)
-    if int(counts.max()) > COPIES:
-        raise Unsupported(f"an input that is stored {int(counts.max())} times, more than {COPIES}")
-    whose, before = whose[order], counts.cumsum() - counts
-    places = np.full((inputs, COPIES), -1, dtype=np.int32)
-    places[whose, np.arange(len(whose)) - before[whose]] = there[order]
-    return torch.from_numpy(places)
+    if len(slot_inputs) >= NO_SLOT:
+        raise Unsupported(f"{len(slot_inputs)} stored inputs, which must be below {NO_SLOT}")
+    used = np.flatnonzero(slot_inputs >= 0)
+    inputs = slot_inputs[used]
+    order = np.argsort(inputs, kind="stable")
+    counts = np.bincount(inputs, minlength=num_inputs)
+    if int(counts.max()) > MAX_SLOTS:
+        raise Unsupported(f"an input that is stored {int(counts.max())} times, more than {MAX_SLOTS}")
+    inputs, first = inputs[order], counts.cumsum() - counts
+    slots = np.full((num_inputs, MAX_SLOTS), -1, dtype=np.int32)
+    slots[inputs, np.arange(len(inputs)) - first[inputs]] = used[order]
+    return torch.from_numpy(slots)

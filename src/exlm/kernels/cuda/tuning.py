@@ -1,7 +1,7 @@
-"""By which plan each product runs: what was quickest on this device if that was measured, else on an H200.
+"""Tile configurations of GEMMs: the fastest on this device if `exlm tune` has measured it, else on an H200.
 
-A plan decides in which order a row's sums are added, so answers may differ in their last bits from one plan
-to another; on one device with one file they never do. How plans are compared is decided elsewhere.
+A configuration decides the order of summation, so outputs may differ in their last bits between two of them; on one
+device with one file they never do. `bench/tuning.py` does the measuring.
 """
 
 from __future__ import annotations
@@ -17,153 +17,152 @@ from weakref import WeakSet
 from ...errors import CheckpointError
 from ...version import __version__
 from ..artifact_cache import ArtifactFolder, UntrustedFolder
-from .gemm import GemmM16, RmsNorm, TileConfig
+from .gemm_m16 import GemmM16, RmsNorm, TileConfig
 from .module_cache import ModuleCache
-from .repack import MmaWeight
+from .weight_tile import MmaWeight
 
-Setting = tuple[int, ...]
+Config = tuple[int, ...]
+"""A `TileConfig` as numbers: warp tiles, warps, stages."""
 
-_TILES = (1, 2, 3, 4, 5, 6, 8)
+_WARP_TILES = (1, 2, 3, 4, 5, 6, 8)
 _WARPS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 _STAGES = (2, 3, 4)
 
-_MAX_FILE_BYTES = 1 << 20  # a model has some ten kinds of products, each a line or so
+_MAX_FILE_BYTES = 1 << 20  # a model has some ten shapes, each a line or so
 _REMEDY = "usual plans are used; delete it, or run `exlm tune` again"
 
 
 @dataclass
 class GemmShape:
-    """Products of one shape, which run by one plan."""
+    """GEMMs of one shape, which have one configuration."""
 
     name: str
-    products: Sequence[GemmM16]
+    gemms: Sequence[GemmM16]
 
     @property
-    def config(self) -> Setting:
-        """Tiles, warps and stages."""
-        return astuple(self.products[0].plan)
+    def config(self) -> Config:
+        return astuple(self.gemms[0].config)
 
-    def neighbors(self) -> list[Setting]:
-        """Settings that are one step away."""
+    def neighbors(self) -> list[Config]:
+        """Configurations that differ in one step of one number, and fit."""
         found = []
-        paced = [even for even in _TILES if even % 2 == 0] if self.products[0].form.act else _TILES
-        for place, known in enumerate((paced, _WARPS, _STAGES)):
-            now = self.config[place]
-            below = [value for value in known if value < now][-1:]
-            above = [value for value in known if value > now][:1]
-            found += [(*self.config[:place], value, *self.config[place + 1 :]) for value in below + above]
-        return [one for one in found if astuple(self.products[0].fitted(TileConfig(*one))) == one]
+        warp_tiles = [even for even in _WARP_TILES if even % 2 == 0] if self.gemms[0].variant.act else _WARP_TILES
+        for i, choices in enumerate((warp_tiles, _WARPS, _STAGES)):
+            now = self.config[i]
+            below = [value for value in choices if value < now][-1:]
+            above = [value for value in choices if value > now][:1]
+            found += [(*self.config[:i], value, *self.config[i + 1 :]) for value in below + above]
+        return [config for config in found if astuple(self.gemms[0].fit(TileConfig(*config))) == config]
 
-    def apply(self, config: Setting) -> None:
-        """Let all of them run so from now on."""
-        for product in self.products:
-            product.plan = product.fitted(TileConfig(*config))
+    def apply(self, config: Config) -> None:
+        for gemm in self.gemms:
+            gemm.config = gemm.fit(TileConfig(*config))
 
 
 class TuneCache:
-    """The plans of one device."""
+    """The tuned configurations of one device, and the GEMMs that use them."""
 
     def __init__(self, modules: ModuleCache, file: Path | None = None) -> None:
-        """`file` holds what was measured, behind a checksum in its name; there need not be one."""
+        """`file` holds what was measured; its real name has a checksum. It need not exist."""
         self.modules = modules
         self.file = file
         self._known = {} if file is None else _read(file)
-        self._made: WeakSet[GemmM16] = WeakSet()
+        self._gemms: WeakSet[GemmM16] = WeakSet()
 
-    def product(
-        self, matrices: Sequence[MmaWeight], norm: RmsNorm | None = None, act: str | None = None, full: bool = False
+    def gemm(
+        self, weights: Sequence[MmaWeight], norm: RmsNorm | None = None, act: str | None = None, fp32_out: bool = False
     ) -> GemmM16:
-        """Matrices that are multiplied together, by their plan."""
-        setting = self._known.get(shape_name(matrices, act))
-        plan = default_config(matrices, act, self.modules.num_sms) if setting is None else TileConfig(*setting)
-        made = GemmM16(self.modules, matrices, norm, act, plan, full)
-        self._made.add(made)
-        return made
+        """A GEMM with the configuration of its shape."""
+        tuned = self._known.get(shape_name(weights, act))
+        config = default_config(weights, act, self.modules.num_sms) if tuned is None else TileConfig(*tuned)
+        gemm = GemmM16(self.modules, weights, norm, act, config, fp32_out)
+        self._gemms.add(gemm)
+        return gemm
 
-    def used(self, run: Callable[[], object]) -> list[GemmShape]:
-        """The kinds of products that something uses, the largest first."""
-        before = {id(one): one.launches for one in self._made}
+    def shapes_used(self, run: Callable[[], object]) -> list[GemmShape]:
+        """The shapes of the GEMMs that `run` launches, the largest first."""
+        before = {id(gemm): gemm.launches for gemm in self._gemms}
         run()
-        kinds: dict[str, list[GemmM16]] = {}
-        for one in self._made:
-            if one.launches > before.get(id(one), 0):
-                act = "act" if one.form.act else None
-                kinds.setdefault(shape_name(one.matrices, act), []).append(one)
-        sizes = {name: sum(m.nbytes for one in found for m in one.matrices) for name, found in kinds.items()}
-        return [GemmShape(name, kinds[name]) for name in sorted(kinds, key=lambda name: (-sizes[name], name))]
+        shapes: dict[str, list[GemmM16]] = {}
+        for gemm in self._gemms:
+            if gemm.launches > before.get(id(gemm), 0):
+                act = "act" if gemm.variant.act else None
+                shapes.setdefault(shape_name(gemm.weights, act), []).append(gemm)
+        sizes = {name: sum(w.nbytes for gemm in gemms for w in gemm.weights) for name, gemms in shapes.items()}
+        return [GemmShape(name, shapes[name]) for name in sorted(shapes, key=lambda name: (-sizes[name], name))]
 
-    def keep(self, kinds: Sequence[GemmShape]) -> Path | None:
-        """Write down how these are set, for products to come; None if there is no file."""
+    def save(self, shapes: Sequence[GemmShape]) -> Path | None:
+        """Store their configurations for GEMMs to come; None if there is no file."""
         if self.file is None:
             return None
-        self._known = _read(self.file) | {kind.name: kind.config for kind in kinds}
+        self._known = _read(self.file) | {shape.name: shape.config for shape in shapes}
         return _write(self.file, self._known)
 
 
 def tuned_file(folder: Path, device: str) -> Path:
-    """Where the plans of a device of this name are, but for the checksum that ends the file's name."""
+    """The file of a device of this name; the real name has a checksum at its end."""
     return folder / f"plans-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
-def shape_name(matrices: Sequence[MmaWeight], act: str | None) -> str:
-    """What decides which plan is quickest, in words."""
+def shape_name(weights: Sequence[MmaWeight], act: str | None) -> str:
+    """All that decides which configuration is fastest, in words; the key in the file."""
     parts = []
-    for one in matrices:
-        layout = one.layout
-        groups = f"{layout.bits} bits in {16 * layout.steps}s"
-        fine = f" and {16 * layout.fine}s" if one.fine.stored else ""
-        tables = f", {layout.tables} tables" if layout.tables > 1 else ""
-        parts.append(f"{one.stored} x {one.tiles} of {groups}{fine}{tables}")
+    for weight in weights:
+        layout = weight.layout
+        groups = f"{layout.bits} bits in {16 * layout.group_ksteps}s"
+        fine = f" and {16 * layout.fine_ksteps}s" if weight.fine.k_tiles else ""
+        tables = f", {layout.num_tables} tables" if layout.num_tables > 1 else ""
+        parts.append(f"{weight.k_tiles} x {weight.n_tiles} of {groups}{fine}{tables}")
     return (" * " if act else " + ").join(parts)
 
 
-def default_config(matrices: Sequence[MmaWeight], act: str | None = None, num_sms: int = 132) -> TileConfig:
-    """What was quickest for matrices of this shape on an H200 (`benchmarks.matrices`).
+def default_config(weights: Sequence[MmaWeight], act: str | None = None, num_sms: int = 132) -> TileConfig:
+    """The fastest for weights of this shape on an H200 (`benchmarks.matrices`).
 
-    All thread blocks should run at once, on as many multiprocessors as there are.
+    All thread blocks should be resident at once, on as many SMs as there are.
     """
-    tiles = sum(one.tiles for one in matrices)
-    if act:  # a thread block has half of its tiles from each matrix
-        return TileConfig(4, 5, 2) if tiles <= 4 * 3 * num_sms else TileConfig(4, 4, 2)
-    each = -(-tiles // num_sms)
-    if each <= 4:  # few outputs: many warps share the inputs
-        return TileConfig(each, 12 if matrices[0].stored <= 48 else 16, 2)
-    return TileConfig(3, 8, 2) if tiles <= 3 * 2 * num_sms else TileConfig(4, 4, 3)
+    n_tiles = sum(weight.n_tiles for weight in weights)
+    if act:  # a thread block has half of its tiles from each weight
+        return TileConfig(4, 5, 2) if n_tiles <= 4 * 3 * num_sms else TileConfig(4, 4, 2)
+    tiles_per_sm = -(-n_tiles // num_sms)
+    if tiles_per_sm <= 4:  # few outputs: many warps share the inputs
+        return TileConfig(tiles_per_sm, 12 if weights[0].k_tiles <= 48 else 16, 2)
+    return TileConfig(3, 8, 2) if n_tiles <= 3 * 2 * num_sms else TileConfig(4, 4, 3)
 
 
-def _read(file: Path) -> dict[str, Setting]:
-    """The plans in the newest intact file; none, with a warning, if it cannot be read."""
+def _read(file: Path) -> dict[str, Config]:
+    """The configurations in the newest intact file; none, with a warning, if it cannot be read."""
     folder = ArtifactFolder(file.parent, _REMEDY)
     found = next(folder.find(file.name, _warn), None) or folder.find_unverified(file.name, _warn)
     if found is None:
         return {}
     try:
-        return _plans(found.data)
+        return _parse(found.data)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _warn(f"{found.path} cannot be read ({type(error).__name__}: {error}): {_REMEDY}.")
         return {}
 
 
-def _plans(data: bytes) -> dict[str, Setting]:
-    """Those of this version that a product can have; an error if it is not what `_write` writes."""
+def _parse(data: bytes) -> dict[str, Config]:
+    """The valid configurations of this version; an error if the data is not what `_write` writes."""
     if len(data) > _MAX_FILE_BYTES:
         raise ValueError(f"it has {len(data)} bytes, more than {_MAX_FILE_BYTES}")
-    kept = json.loads(data.decode())
-    if kept["exlm"] != __version__:
+    stored = json.loads(data.decode())
+    if stored["exlm"] != __version__:
         return {}
-    usual = (_TILES, _WARPS, _STAGES)
+    choices = (_WARP_TILES, _WARPS, _STAGES)
     return {
-        kind: tuple(setting)
-        for kind, setting in kept["plans"].items()
-        if len(setting) == len(usual)
-        and all(type(value) is int for value in setting)
-        and all(value in known for value, known in zip(setting, usual, strict=True))
+        shape: tuple(config)
+        for shape, config in stored["plans"].items()
+        if len(config) == len(choices)
+        and all(type(value) is int for value in config)
+        and all(value in known for value, known in zip(config, choices, strict=True))
     }
 
 
-def _write(file: Path, plans: dict[str, Setting]) -> Path:
-    """The file that has them now; `CheckpointError` if that cannot be done."""
-    text = json.dumps({"exlm": __version__, "plans": plans}, indent=1)
+def _write(file: Path, configs: dict[str, Config]) -> Path:
+    """The file that was written; `CheckpointError` if that fails."""
+    text = json.dumps({"exlm": __version__, "plans": configs}, indent=1)
     try:
         return ArtifactFolder(file.parent).put(file.name, text.encode(), only=True)
     except UntrustedFolder as refused:

@@ -9,10 +9,10 @@
 //
 // Both products are mma.m16n8k16: S = K Q^T (tokens by queries) and O = V^T P (numbers by queries), so keys and
 // values go from memory directly into A registers (kv_fragments.h), the next tile while one is worked on. Hadamard
-// codes are not rotated back: queries are rotated into their space, and the output out of it.
+// codes are never transformed back: queries are transformed instead, and the output once at the end.
 //
 // PDL: lengths and page tables are read while the kernel before still runs, so that must not be one that writes them.
-// Block 0 of every row has work and waits, so whoever waits for this kernel has waited for the one before, too.
+// Block 0 of every row has work and waits for the kernel before, so a kernel that waits for this one waits for both.
 //
 // Set when compiling, besides what kv_page.h wants: GQA_GROUP (query heads of a kv head), N8_TILES (n8 tiles of
 // queries that a block takes), KV_M16 (16 tokens each: blocks of a KV tile).
@@ -155,14 +155,14 @@ struct BlockContext {
 
 struct AttnSmem {
     float m[WARPS][QUERIES], l[WARPS][QUERIES];
-    u16 q[QUERIES][HEAD_DIM];  // RoPE applied, and rotated for hadamard keys
+    u16 q[QUERIES][HEAD_DIM];  // RoPE applied, and Hadamard-transformed for hadamard keys
     float scratch[1];          // (WARPS, queries, HEAD_DIM) outputs; raw queries and new heads; weights of splits
 };
 
 // Queries with RoPE into shared memory. This code runs once, so it is bound by the instruction cache and not unrolled.
 DEVICE void load_queries(const BlockContext& b, AttnSmem& smem, Rope rope, int lane) {
     const AttnParams& params = b.params;
-    u16 *raw = (u16*)smem.scratch, *rotated = IS_HADAMARD(K_DTYPE) ? raw + b.queries * HEAD_DIM : smem.q[0];
+    u16 *raw = (u16*)smem.scratch, *with_rope = IS_HADAMARD(K_DTYPE) ? raw + b.queries * HEAD_DIM : smem.q[0];
     for (int i = threadIdx.x; i < b.live * HEAD_DIM / 8; i += THREADS) {
         const int q = i / (HEAD_DIM / 8);
         const u16* head = params.q + b.splits.row * params.q_row_stride + b.token(q) * params.q_token_stride
@@ -174,13 +174,13 @@ DEVICE void load_queries(const BlockContext& b, AttnSmem& smem, Rope rope, int l
     for (int i = threadIdx.x; i < b.live * HEAD_DIM; i += THREADS) {
         const int at = i % HEAD_DIM, token = b.token(i / HEAD_DIM);
         if (token != rope.token || THREADS % HEAD_DIM) rope.load(params, b.splits.row, at, token);
-        rotated[i] = rope.apply(raw + (i - at), at);
+        with_rope[i] = rope.apply(raw + (i - at), at);
     }
     __syncthreads();
     if (!IS_HADAMARD(K_DTYPE)) return;
     const int fours = b.live * HEAD_DIM / 4;
     for (int i = threadIdx.x; i - lane < fours; i += THREADS) {  // whole warps
-        const uint2 four = *(const uint2*)(rotated + min(i, fours - 1) * 4);
+        const uint2 four = *(const uint2*)(with_rope + min(i, fours - 1) * 4);
         float x[4] = {cvt_f32_f16((u16)four.x), cvt_f32_f16((u16)(four.x >> 16)), cvt_f32_f16((u16)four.y),
                       cvt_f32_f16((u16)(four.y >> 16))};
         hadamard(x, lane);

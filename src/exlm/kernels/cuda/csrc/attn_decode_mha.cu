@@ -7,8 +7,9 @@
 // round.
 //
 // Integer arithmetic. A cached number is (code - bias) * scale, the scale shared by 32 numbers. Its partner (a number
-// of the Hadamard-rotated query, or a token's weight times its value scale) becomes two bytes, x = unit * (256 * high
-// + low), with one unit for 32 query numbers, or for 64 tokens. Both bytes are columns of one mma, and
+// of the Hadamard-transformed query, or a token's weight times its value scale) becomes two bytes,
+// x = unit * (256 * high + low), with one unit for 32 query numbers, or for 64 tokens. Both bytes are columns of one
+// mma, and
 //     sum x * (code - bias) = unit * (256 * D_high + D_low),  accumulators starting at -bias * sum of the bytes.
 // Each group of 32 numbers has two columns of its own. For values, a lane uses the columns of its own numbers' group.
 //
@@ -23,7 +24,44 @@
 // Set when compiling: what kv_page.h wants; KV_HEADS is a multiple of WARPS. Loops marked NO_UNROLL were no faster
 // unrolled.
 
-#include "mma_int8.h"
+#include "kv_page.h"
+
+#define HADAMARD_RUNS (HEAD_DIM / 64)   // that a warp transforms at once, two numbers a lane
+#define SCALE_GROUPS (HEAD_DIM / 32)    // of numbers with one scale
+#define LANE_OUTPUTS (HEAD_DIM / 8)     // numbers of the output that a lane has
+#define CODE_BITS(dtype) ((dtype) == 2 ? 4 : 8)
+#define CODE_BIAS(dtype) ((dtype) == 2 ? 8 : 128)  // the code of zero
+#define KEY_WORDS (HEAD_DIM * CODE_BITS(K_DTYPE) / 32)
+#define VALUE_WORDS (HEAD_DIM * CODE_BITS(V_DTYPE) / 32)
+#define Q_RANGE 30000.0f  // to what the largest of 32 query numbers is scaled before it is split into two signed bytes
+#define P_RANGE 65000.0f  // the same for weights of tokens: two unsigned bytes
+
+// The largest of a warp: positive floats are ordered like their bits, negative ones the other way round.
+DEVICE float warp_max(float x) {
+    const int bits = float_as_int(x), top = redux_max(bits ^ (bits >> 31 & 0x7fffffff));
+    return int_as_float(top ^ (top >> 31 & 0x7fffffff));
+}
+DEVICE float warp_max_nonnegative(float x) { return int_as_float(redux_max(float_as_int(x))); }
+
+DEVICE float warp_sum(float x) {
+    UNROLL
+    for (int mask = 16; mask; mask /= 2) x += shfl_xor(x, mask);
+    return x;
+}
+
+// The Hadamard transform of 64 numbers, two of each lane, into the space of codes or out of it.
+DEVICE void hadamard(float (&x)[2], int lane) {
+    UNROLL
+    for (int mask = 1; mask < 32; mask *= 2) {
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            const float theirs = shfl_xor(x[i], mask), sign = lane & mask ? -1.0f : 1.0f;
+            x[i] = fmaf(x[i], sign, theirs);
+        }
+    }
+    UNROLL
+    for (int i = 0; i < 2; i++) x[i] *= 0.03125f;
+}
 
 #define BANK_PAD 8  // words between tokens in shared memory, so that lanes read different banks
 
@@ -286,8 +324,8 @@ struct OnlineSoftmax {
     }
 };
 
-// 64 numbers of the query, RoPE applied: rotated, and split into two signed bytes. Of 4-bit codes the even numbers meet
-// lower codes, which are shifted up (16 times as large), and odd ones whole bytes.
+// 64 numbers of the query, RoPE applied: Hadamard-transformed, and split into two signed bytes. Of 4-bit codes the even
+// numbers meet lower codes, which are shifted up (16 times as large), and odd ones whole bytes.
 DEVICE void quantize_query(WarpSmem& smem, float (&x)[2], int run, int lane) {
     hadamard(x, lane);
     float most = fmaxf(fabsf(x[0]), fabsf(x[1]));
@@ -340,7 +378,7 @@ struct NewToken {
             }
         }
     }
-    // Appends the heads to the cache; they are the last split, attended to as they came. The query has been rotated.
+    // Appends the heads to the cache; they are the last split, attended to as they came. The query is transformed.
     DEVICE void append_kv(const WarpContext& b, int lane) {
         const AttnParams& params = b.params;
         const i64 stored = b.head_index(b.splits.past);
@@ -374,8 +412,8 @@ DEVICE bool arrives_last(const WarpContext& b, int lane) {
     return vote_any(last);
 }
 
-// The partial results of all splits, combined in order and rotated back. Some outputs are loaded before their weights
-// are known.
+// The partial results of all splits, combined in order and transformed back. Some outputs are loaded before their
+// weights are known.
 DEVICE void combine_splits(const WarpContext& b, float (&split_weights)[MAX_SPLITS + 1], int lane) {
     const int splits = b.splits.count, in_flight = 12;
     const int lane_splits = MAX_SPLITS / 32 + 1;  // whose weights a lane computes

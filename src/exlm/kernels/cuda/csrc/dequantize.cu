@@ -1,6 +1,6 @@
 // A packed weight in full, (inputs, outputs) float16 with inputs in the model's order, for cuBLAS on prompts.
 //
-// A thread block takes 128 packed inputs (one k tile) of BLOCK_TILES neighbouring n16 columns, a warp for each
+// A thread block takes 128 packed inputs (one k block) of BLOCK_TILES neighbouring n16 columns, a warp for each
 // column. The A fragment of a lane has few outputs and many inputs, but rows of the result are outputs: so 8 x 8
 // matrices are transposed on their way into shared memory (stmatrix.trans), from where a row of a block's outputs
 // leaves at a time. 16-byte chunks are swizzled by row, so that neither stmatrix nor the reads have bank conflicts.
@@ -13,9 +13,9 @@
 #define ROW_CHUNKS (BLOCK_TILES * 2)  // of 16 bytes
 #define BLOCK_THREADS (BLOCK_TILES * 32)
 
-// Blocks of 128 inputs by the number of digits that their codes have; a block's digits are neighbouring k tiles.
+// Blocks of 128 inputs by the number of digits that their codes have; the digits of a block are neighbouring k tiles.
 struct DigitSpans {
-    int digits[6], k_blocks[6];
+    int num_digits[6], k_blocks[6];
 };
 
 struct DequantTarget {
@@ -23,6 +23,9 @@ struct DequantTarget {
     const u16* perm;  // (128 k_blocks) which input stands there, `inputs` or more for padding; null: in order
     int inputs, stride;
 };
+CHECK_SIZEOF(MmaWeight);
+CHECK_SIZEOF(DigitSpans);
+CHECK_SIZEOF(DequantTarget);
 
 DEVICE u32 mul_f32(u32 pair, float factor) {
     return cvt_f16_f32(low_half(pair) * factor) | (u32)cvt_f16_f32(high_half(pair) * factor) << 16;
@@ -31,16 +34,16 @@ DEVICE u32 mul_f32(u32 pair, float factor) {
 // Where a 16-byte chunk of a row lies: in other banks for each of the eight rows that are stored at once.
 DEVICE int swizzled(int row, int chunk) { return row * ROW_BYTES + (chunk ^ (row >> 1 & 6 | row & 1)) * 16; }
 
-// One k tile, or the tiles of its digits, into shared memory. Rounded as the formats say: the integer (digits
+// One k block, a tile for each of its digits, into shared memory. Rounded as the formats say: the integer (digits
 // combined by Horner's rule, exact in float16) times a float16 scale, rounded once; then the weight's own factor.
 template <int KSTEPS>
-DEVICE void dequantize_tile(const char* tiles, int digits, float factor, int lane, u32 to) {
+DEVICE void dequantize_k_block(const char* tiles, int num_digits, float factor, int lane, u32 to) {
     u32 number[8][4];  // the A registers of each k16 step
     TileFragment<BITS_OF(0), KSTEPS> fragment;
-    for (int digit = digits - 1; digit >= 0; digit--) {
+    for (int digit = num_digits - 1; digit >= 0; digit--) {
         fragment.template load<false>(tiles + digit * TILE_BYTES(BITS_OF(0), KSTEPS), lane);
         const TileCodes<BITS_OF(0)> codes = fragment.codes();
-        const bool highest = digit == digits - 1;
+        const bool highest = digit == num_digits - 1;
         UNROLL
         for (int step = 0; step < 8; step++) {
             const u32 base = ZERO_POINTS == 0 ? (0xe400u + (1u << (BITS_OF(0) - 1))) * 0x10001u : 0xe400e400u;
@@ -88,11 +91,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 32 / BLOCK_TILES) de
     int span = 0, left = k_block, k_tile = 0;
     while (left >= spans.k_blocks[span]) {
         left -= spans.k_blocks[span];
-        k_tile += spans.k_blocks[span] * spans.digits[span];
+        k_tile += spans.k_blocks[span] * spans.num_digits[span];
         span++;
     }
-    const int digits = spans.digits[span];
-    k_tile += left * digits;
+    const int num_digits = spans.num_digits[span];
+    k_tile += left * num_digits;
     if (n_tile < m.n_tiles) {
         const int matrix = lane / 8, column = lane % 8;  // matrix a0..a3; its columns are inputs 4c + (0, 1 or 2, 3)
         const int row = column / 2 * 4 + matrix / 2 * 2 + column % 2;
@@ -101,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 32 / BLOCK_TILES) de
         const int main_k_tiles = m.k_tiles - m.fine_k_tiles;
         const char* main = m.main
             + ((long)n_tile * main_k_tiles + k_tile - m.fine_k_tiles) * TILE_BYTES(BITS_OF(0), GROUP_KSTEPS);
-        if (k_tile < m.fine_k_tiles) dequantize_tile<FINE_KSTEPS>(fine, digits, m.factor, lane, to);
-        else dequantize_tile<GROUP_KSTEPS>(main, 1, m.factor, lane, to);  // all codes have the usual width there
+        if (k_tile < m.fine_k_tiles) dequantize_k_block<FINE_KSTEPS>(fine, num_digits, m.factor, lane, to);
+        else dequantize_k_block<GROUP_KSTEPS>(main, 1, m.factor, lane, to);  // all codes have the usual width there
     }
     __syncthreads();
     griddepcontrol_wait();  // the kernel before may still read the memory that is written to

@@ -88,6 +88,7 @@ struct SplitKWorkspace {
     float4* partial_sums;  // (group, split, WARP_TILES, N8_TILES, THREADS)
     u32* arrivals;         // of each group, see split_k_barrier
 };
+CHECK_SIZEOF(SplitKWorkspace);
 
 // The next stage: weight tiles of the warp, and the thread's 16-byte pieces of the activations.
 struct StageIterator {

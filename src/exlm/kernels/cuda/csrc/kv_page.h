@@ -11,8 +11,8 @@
 //       3 fp8_e5m2    HEAD_DIM x 1 byte    the upper bytes of float16
 //     hadamard codes: of each run of 64 numbers the even and the odd ones are multiplied by a 32 x 32 Hadamard matrix,
 //     which spreads outliers; then each 32 numbers share a scale: number = (code - 2^(bits - 1)) * scale. The matrix
-//     is not normalised. Keys and values are never rotated back: q is rotated instead, and the output once at the
-//     end, each by the matrix times 1/32.
+//     is not normalised. Keys and values are never transformed back: q is transformed instead, and the output once
+//     at the end, each by the matrix times 1/32.
 //
 // Set when compiling (-D): HEAD_DIM (64 or 128), KV_HEADS, PAGE_SIZE, K_DTYPE and V_DTYPE (above), WARPS, MIN_BLOCKS
 // (resident thread blocks of an SM), MIN_SPLIT (tokens of the smallest split), MAX_SPLITS, SOFTCAP, HAS_MASK.
@@ -38,6 +38,7 @@ struct AttnParams {
     float score_scale, cap;             // base-2 scores: q.k * score_scale, or cap * tanh(q.k * score_scale)
     EpilogueTarget target;
 };
+CHECK_SIZEOF(AttnParams);
 
 #define THREADS (WARPS * 32)
 #define NO_MAX -1.0e30f        // below every score: the running maximum of no keys
@@ -100,7 +101,8 @@ struct Rope {
 DEVICE float clamp_f16(float x) { return cvt_f32_f16(cvt_f16_f32(fminf(fmaxf(x, -65504.0f), 65504.0f))); }
 
 // A warp appends 64 numbers of a new head, run `run` of it: each lane brings two, and gets them back as attention
-// uses them now: rotated, but not rounded to codes. With `write` false nothing is stored (another block does).
+// uses them now: Hadamard-transformed, but not rounded to codes. With `write` false nothing is stored (another block
+// does that).
 template <int DTYPE>
 DEVICE void store_kv(float (&x)[2], char* stored, u16* scales, i64 head, int run, int lane, bool write) {
     if (DTYPE == 0) {

@@ -103,6 +103,7 @@ struct MoeParams {
     int row_words;                // of a packed row
     int pairs;
 };
+CHECK_SIZEOF(MoeParams);
 
 #define PARAMS_BYTES 256  // of shared memory for GemmParams, before all else: registers are wanted for other things
 

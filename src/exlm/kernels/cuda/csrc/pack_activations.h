@@ -60,6 +60,9 @@ struct ChainArgs {
     float norm_scale;           // the norm's weight was divided by it, to stay within float16
 };
 
+CHECK_SIZEOF(GemmParams);
+CHECK_SIZEOF(ChainArgs);
+
 // A row of x into shared memory, a zero behind it (that is what padding refers to), and the sum of squares of each
 // 256 of its numbers: in an order that depends on nothing but the row.
 #define ZERO_PAD 8  // halves behind the row

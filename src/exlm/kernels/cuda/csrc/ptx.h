@@ -11,6 +11,9 @@ typedef long long i64;
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1")
 
+// The host fills kernel arguments through ctypes mirrors of the structs, and passes the mirrors' sizes as SIZEOF_...
+#define CHECK_SIZEOF(Struct) static_assert(sizeof(Struct) == SIZEOF_##Struct, "the ctypes mirror differs: " #Struct)
+
 #ifndef EMULATED
 #define DEVICE __device__ __forceinline__
 

@@ -35,11 +35,14 @@ struct RepackParams {
     char* tiles;             // (n tiles, k blocks, digits, tile_bytes)
     int* overflow;           // set to 1 if a number is too large for float16
     long long column_bytes;  // of an n tile
-    int tile_bytes, bits, groups, digits, outputs;
+    int tile_bytes, bits, groups, num_digits, outputs;
     int zeros, mins;         // whether there are tables of them
     int symmetric;           // whether zero points are half the codes' range: then digits have a sign
     float factor;            // of scales and minimums
 };
+CHECK_SIZEOF(Table);
+CHECK_SIZEOF(Segment);
+CHECK_SIZEOF(RepackParams);
 
 DEVICE float table_entry(const Table& table, int group, int output, int outputs) {
     const long long at = (long long)group * outputs + output;
@@ -127,7 +130,7 @@ DEVICE u32 table_word(const RepackParams& params, int n_tile, int k_block, int d
 
 // A thread block for each tile. Grid: (n tiles, k blocks * digits).
 extern "C" __global__ void __launch_bounds__(THREADS) repack(const __grid_constant__ RepackParams params) {
-    const int n_tile = blockIdx.x, k_block = blockIdx.y / params.digits, digit = blockIdx.y % params.digits;
+    const int n_tile = blockIdx.x, k_block = blockIdx.y / params.num_digits, digit = blockIdx.y % params.num_digits;
     const int code_words = 64 * params.bits;
     u32* tile = (u32*)(params.tiles + n_tile * params.column_bytes + (long long)blockIdx.y * params.tile_bytes);
     for (int i = threadIdx.x; i < params.tile_bytes / 4; i += THREADS)
