@@ -80,7 +80,10 @@ XTC_PROBABILITY_COLUMN, XTC_THRESHOLD_COLUMN, SKEW_POWER_COLUMN = (
 
 @triton.jit
 def uniform(seed, position, rewind_count):
-    """A float64 in [0, 1) for three int64. The products overflow, but their masked halves are exact."""
+    """A float64 in [0, 1) for three int64, by Philox4x32-10.
+
+    The products overflow, but their masked halves are exact.
+    """
     a, b, c, d = position & MASK32, (position >> 32) & MASK32, rewind_count & MASK32, rewind_count & 0
     low, high = seed & MASK32, (seed >> 32) & MASK32
     for _ in range(ROUNDS):
@@ -243,13 +246,8 @@ def apply_other_steps(p, columns, params, flags, mu, xtc_exempt, N: tl.constexpr
     if flags & MIROSTAT:
         p = mirostat(p, mu)
     if flags & DYNAMIC:
-        p = dynamic_temperature(
-            p,
-            tl.load(params + MIN_TEMP_COLUMN),
-            tl.load(params + MAX_TEMP_COLUMN),
-            tl.load(params + TEMP_EXPONENT_COLUMN),
-            N,
-        )
+        low, high = tl.load(params + MIN_TEMP_COLUMN), tl.load(params + MAX_TEMP_COLUMN)
+        p = dynamic_temperature(p, low, high, tl.load(params + TEMP_EXPONENT_COLUMN), N)
     if flags & FINAL_TEMPERATURE:
         p = apply_temperature(p, tl.load(params + FINAL_TEMPERATURE_COLUMN), N)
     if flags & XTC:
@@ -273,36 +271,45 @@ def inverse_cdf(p, columns, u, N: tl.constexpr):
 
 @triton.jit
 def min_kept_key(
-    x, listed, sums, tie_counts, width, params, flags, mu, top_key,
+    x, listed, tile_sums, tie_counts, width, params, flags, mu, top_key,
     TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr,
 ):  # fmt: skip
     """The smallest key that top-p, top-a, min-p and mirostat keep, and how many of its ties."""
-    top = value_of(top_key)
+    top_logit = value_of(top_key)
     temperature, smoothing = tl.load(params + TEMPERATURE_COLUMN), tl.load(params + SMOOTHING_COLUMN)
     inv_temperature, smooth = (1.0 / temperature).to(tl.float32), smoothing.to(tl.float32)
     min_key, num_ties_kept = tl.full([], NEG_INF_KEY, tl.int64), tl.full([], KEEP_ALL_TIES, tl.int32)
     if flags & TOP_P:
         min_key, num_ties_kept = top_p_threshold(
-            x, listed, width, tl.load(params + TOP_P_COLUMN), top_key, top, temperature, smoothing, TILE, CANDIDATE_TILE
+            x,
+            listed,
+            width,
+            tl.load(params + TOP_P_COLUMN),
+            top_key,
+            top_logit,
+            temperature,
+            smoothing,
+            TILE,
+            CANDIDATE_TILE,
         )
     ratio = tl.full([], 0.0, tl.float64)
     if flags & TOP_A:
         total, _ = kept_mass(
-            x, sums, tie_counts, width, min_key, num_ties_kept, top, inv_temperature, smooth, TILE, False
+            x, tile_sums, tie_counts, width, min_key, num_ties_kept, top_logit, inv_temperature, smooth, TILE, False
         )
         ratio = tl.minimum(tl.load(params + TOP_A_COLUMN) / total * (1.0 - THRESHOLD_TOLERANCE), 1.0)
     if flags & MIN_P:
         ratio = tl.maximum(ratio, tl.load(params + MIN_P_COLUMN) * (1.0 - THRESHOLD_TOLERANCE))
     if ratio > 0:
-        bound = min_key_for_ratio(top, ratio, temperature, smoothing)
+        bound = min_key_for_ratio(top_logit, ratio, temperature, smoothing)
         num_ties_kept = tl.where(bound > min_key, KEEP_ALL_TIES, num_ties_kept)
         min_key = tl.maximum(min_key, bound)
     if (flags & (MIROSTAT | TFS | TYPICAL)) == MIROSTAT:
         total, _ = kept_mass(
-            x, sums, tie_counts, width, min_key, num_ties_kept, top, inv_temperature, smooth, TILE, False
+            x, tile_sums, tie_counts, width, min_key, num_ties_kept, top_logit, inv_temperature, smooth, TILE, False
         )
         ratio = tl.minimum(tl.exp2(-mu) * (1.0 - THRESHOLD_TOLERANCE) * total, 1.0)
-        bound = min_key_for_ratio(top, ratio, temperature, smoothing)
+        bound = min_key_for_ratio(top_logit, ratio, temperature, smoothing)
         num_ties_kept = tl.where(bound > min_key, KEEP_ALL_TIES, num_ties_kept)
         min_key = tl.maximum(min_key, bound)
     return min_key, num_ties_kept
@@ -310,20 +317,20 @@ def min_kept_key(
 
 @triton.jit
 def draw_full_vocab(
-    x, maxima, block_ids, gathered, sums, tie_counts, width, params, min_key, num_ties_kept, top_key, u,
+    x, maxima, block_ids, gathered, tile_sums, tie_counts, width, params, min_key, num_ties_kept, top_key, u,
     candidate_probs, candidate_ids, num_top,
     NUM_BLOCKS: tl.constexpr, SORT_SIZE: tl.constexpr, TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr,
     RETURN_TOP: tl.constexpr,
 ):  # fmt: skip
     """A token among all kept ones, and its probability; stores the top tokens if they are requested."""
-    top = value_of(top_key)
+    top_logit = value_of(top_key)
     temperature, smooth = (tl.load(params + TEMPERATURE_COLUMN), tl.load(params + SMOOTHING_COLUMN).to(tl.float32))
     inv_temperature = (1.0 / temperature).to(tl.float32)
     total, count = kept_mass(
-        x, sums, tie_counts, width, min_key, num_ties_kept, top, inv_temperature, smooth, TILE, RETURN_TOP
+        x, tile_sums, tie_counts, width, min_key, num_ties_kept, top_logit, inv_temperature, smooth, TILE, RETURN_TOP
     )
     token, w = inverse_cdf_full_vocab(
-        x, sums, tie_counts, width, min_key, num_ties_kept, top, inv_temperature, smooth, u, TILE
+        x, tile_sums, tie_counts, width, min_key, num_ties_kept, top_logit, inv_temperature, smooth, u, TILE
     )
     if RETURN_TOP:
         packed = top_k(x, maxima, block_ids, gathered, width, num_top, top_key, NUM_BLOCKS, SORT_SIZE, CANDIDATE_TILE)
@@ -336,7 +343,7 @@ def draw_full_vocab(
 @triton.jit
 def draw_from_candidates(
     x, maxima, block_ids, gathered, candidate_probs, candidate_ids, width, params, flags, min_key,
-    num_ties_kept, top, u, mu, xtc_exempt,
+    num_ties_kept, top_key, u, mu, xtc_exempt,
     NUM_BLOCKS: tl.constexpr, SORT_SIZE: tl.constexpr, TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr,
     FULL_VOCAB: tl.constexpr, ALL_STEPS: tl.constexpr, RETURN_TOP: tl.constexpr,
 ):  # fmt: skip
@@ -351,21 +358,12 @@ def draw_from_candidates(
             )  # fmt: skip
         else:
             token, prob = draw_from_gathered(
-                gathered,
-                tl.minimum(count, SORT_SIZE),
-                candidate_probs,
-                candidate_ids,
-                params,
-                flags,
-                u,
-                mu,
-                xtc_exempt,
-                SORT_SIZE,
-                RETURN_TOP,
-            )
+                gathered, tl.minimum(count, SORT_SIZE), candidate_probs, candidate_ids, params, flags, u, mu,
+                xtc_exempt, SORT_SIZE, RETURN_TOP,
+            )  # fmt: skip
         token = tl.where(count > SORT_SIZE, TOO_MANY_CANDIDATES, token)
     else:
-        packed = top_k(x, maxima, block_ids, gathered, width, count, top, NUM_BLOCKS, SORT_SIZE, CANDIDATE_TILE)
+        packed = top_k(x, maxima, block_ids, gathered, width, count, top_key, NUM_BLOCKS, SORT_SIZE, CANDIDATE_TILE)
         p, columns = probs_of_packed(packed, count, params, SORT_SIZE)
         p = apply_threshold_steps(p, params, flags)
         if ALL_STEPS:
@@ -417,11 +415,11 @@ def restore_column_order(gathered, count, p, columns, N: tl.constexpr):
 
 @triton.jit
 def draw_greedy(
-    x, maxima, width, top, candidate_probs, candidate_ids,
+    x, maxima, width, top_key, candidate_probs, candidate_ids,
     NUM_BLOCKS: tl.constexpr, SORT_SIZE: tl.constexpr, RETURN_TOP: tl.constexpr,
 ):  # fmt: skip
     """The first column with the largest key, with probability 1."""
-    token = first_column_with(x, maxima, width, top, NUM_BLOCKS)
+    token = first_column_with(x, maxima, width, top_key, NUM_BLOCKS)
     if RETURN_TOP:
         indices = tl.arange(0, SORT_SIZE)
         tl.store(candidate_probs + indices, tl.where(indices == 0, 1.0, 0.0).to(tl.float64))
@@ -451,38 +449,38 @@ def draw_kernel(
         mu = tl.load(mu_address.to(tl.pointer_type(tl.float64)))
     maxima += row * blocks_per_row
     gathered = scratch + row * scratch_words
-    sums = (gathered + SORT_SIZE).to(tl.pointer_type(tl.float64))
+    tile_sums = (gathered + SORT_SIZE).to(tl.pointer_type(tl.float64))
     block_ids = (gathered + SORT_SIZE + MAX_TILES).to(tl.pointer_type(tl.int32))
     tie_counts = block_ids + SORT_SIZE
     candidate_probs, candidate_ids = candidate_probs + row * SORT_SIZE, candidate_ids + row * SORT_SIZE
     flags = tl.load(params + FLAGS_COLUMN).to(tl.int32)
     if flags & SKEW:
         u = tl.exp(tl.log(u) * tl.load(params + SKEW_POWER_COLUMN))
-    top = max_key(maxima, width, NUM_BLOCKS)
+    top_key = max_key(maxima, width, NUM_BLOCKS)
     token, p = tl.full([], NO_TOKEN_ALLOWED, tl.int32), tl.full([], 1.0, tl.float64)
-    if top >= POS_INF_KEY:
-        token = tl.where(top == POS_INF_KEY, INFINITE_LOGITS, NAN_LOGITS)
-    elif top > NEG_INF_KEY:
+    if top_key >= POS_INF_KEY:
+        token = tl.where(top_key == POS_INF_KEY, INFINITE_LOGITS, NAN_LOGITS)
+    elif top_key > NEG_INF_KEY:
         min_key, num_ties_kept = tl.full([], NEG_INF_KEY, tl.int64), tl.full([], KEEP_ALL_TIES, tl.int32)
         if FULL_VOCAB:
             min_key, num_ties_kept = min_kept_key(
-                x, tie_counts + MAX_TILES, sums, tie_counts, width, params, flags, mu, top,
+                x, tie_counts + MAX_TILES, tile_sums, tie_counts, width, params, flags, mu, top_key,
                 TILE, CANDIDATE_TILE,
             )  # fmt: skip
         if flags & GREEDY:
             token = draw_greedy(
-                x, maxima, width, top, candidate_probs, candidate_ids, NUM_BLOCKS, SORT_SIZE, RETURN_TOP
+                x, maxima, width, top_key, candidate_probs, candidate_ids, NUM_BLOCKS, SORT_SIZE, RETURN_TOP
             )
         elif FULL_VOCAB and not ALL_STEPS:
             token, p = draw_full_vocab(
-                x, maxima, block_ids, gathered, sums, tie_counts, width, params, min_key, num_ties_kept,
-                top, u, candidate_probs, candidate_ids, num_top,
+                x, maxima, block_ids, gathered, tile_sums, tie_counts, width, params, min_key, num_ties_kept,
+                top_key, u, candidate_probs, candidate_ids, num_top,
                 NUM_BLOCKS, SORT_SIZE, TILE, CANDIDATE_TILE, RETURN_TOP,
             )  # fmt: skip
         else:
             token, p = draw_from_candidates(
                 x, maxima, block_ids, gathered, candidate_probs, candidate_ids, width, params, flags,
-                min_key, num_ties_kept, top, u, mu, xtc_exempt,
+                min_key, num_ties_kept, top_key, u, mu, xtc_exempt,
                 NUM_BLOCKS, SORT_SIZE, TILE, CANDIDATE_TILE, FULL_VOCAB, ALL_STEPS, RETURN_TOP,
             )  # fmt: skip
     tl.store(tokens + batch_index, token.to(tl.int64))
@@ -508,10 +506,10 @@ def greedy_kernel(x, tokens, probs, host_tokens, stride, width, TILE: tl.constex
         best = tl.maximum(best, keys)
         v = next_v
     best_columns += columns
-    top = tl.max(best)
-    token = tl.min(tl.where(best == top, best_columns, LOW_31_BITS))
-    token = tl.where(top <= NEG_INF_KEY, NO_TOKEN_ALLOWED, tl.where(top == POS_INF_KEY, INFINITE_LOGITS, token))
-    token = tl.where(top > POS_INF_KEY, NAN_LOGITS, token).to(tl.int64)
+    top_key = tl.max(best)
+    token = tl.min(tl.where(best == top_key, best_columns, LOW_31_BITS))
+    token = tl.where(top_key <= NEG_INF_KEY, NO_TOKEN_ALLOWED, tl.where(top_key == POS_INF_KEY, INFINITE_LOGITS, token))
+    token = tl.where(top_key > POS_INF_KEY, NAN_LOGITS, token).to(tl.int64)
     tl.store(tokens + row, token)
     tl.store(host_tokens + row, token)
     tl.store(probs + row, 1.0)

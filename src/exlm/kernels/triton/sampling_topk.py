@@ -77,13 +77,13 @@ def max_key(maxima, width, NUM_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def first_column_with(x, maxima, width, top, NUM_BLOCKS: tl.constexpr):
+def first_column_with(x, maxima, width, top_key, NUM_BLOCKS: tl.constexpr):
     """The first column with the largest key."""
     blocks = tl.arange(0, NUM_BLOCKS)
     keys = tl.load(maxima + blocks, mask=blocks * VOCAB_BLOCK < width, other=NO_KEY)
-    block = tl.min(tl.where(keys == top, blocks, NUM_BLOCKS))
+    block = tl.min(tl.where(keys == top_key, blocks, NUM_BLOCKS))
     columns = block * VOCAB_BLOCK + tl.arange(0, VOCAB_BLOCK)
-    return tl.min(tl.where(load_keys(x, columns, width) == top, columns, width))
+    return tl.min(tl.where(load_keys(x, columns, width) == top_key, columns, width))
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def packed_counts(keys, a, b, c):
 
 
 @triton.jit
-def select_blocks(maxima, block_ids, width, k, max_blocks, top, NUM_BLOCKS: tl.constexpr):
+def select_blocks(maxima, block_ids, width, k, max_blocks, top_key, NUM_BLOCKS: tl.constexpr):
     """Store, ascending, the blocks whose maxima reach a bound; returns how many, and the bound.
 
     They are at least k and at most `max_blocks`, which takes far fewer passes than finding exactly k. If too
@@ -124,11 +124,11 @@ def select_blocks(maxima, block_ids, width, k, max_blocks, top, NUM_BLOCKS: tl.c
     blocks = tl.arange(0, NUM_BLOCKS)
     keys = tl.load(maxima + blocks, mask=blocks * VOCAB_BLOCK < width, other=NO_KEY)
     reaching = (width + VOCAB_BLOCK - 1) // VOCAB_BLOCK
-    lo, hi = tl.full([], NEG_INF_KEY, tl.int64), top.to(tl.int64)
+    lo, hi = tl.full([], NEG_INF_KEY, tl.int64), top_key.to(tl.int64)
     # The bound is hardly ever far below the top.
-    a = key_of(value_of(top) - FIRST_BOUND_FAR).to(tl.int64)
-    b = key_of(value_of(top) - FIRST_BOUND_NEAR).to(tl.int64)
-    c = key_of(value_of(top) - FIRST_BOUND_NEXT).to(tl.int64)
+    a = key_of(value_of(top_key) - FIRST_BOUND_FAR).to(tl.int64)
+    b = key_of(value_of(top_key) - FIRST_BOUND_NEAR).to(tl.int64)
+    c = key_of(value_of(top_key) - FIRST_BOUND_NEXT).to(tl.int64)
     while (lo < hi) & (reaching > max_blocks):
         packed = packed_counts(keys, a, b, c)
         lo, hi, reaching = narrow_kth_bounds(lo, hi, a, b, c, packed, reaching, k)
@@ -153,9 +153,9 @@ def load_block_keys(x, block_ids, count, width, start, TILE: tl.constexpr):
 
 
 @triton.jit
-def kth_key_in_blocks(x, block_ids, count, width, k, lo, top, TILE: tl.constexpr):
+def kth_key_in_blocks(x, block_ids, count, width, k, lo, top_key, TILE: tl.constexpr):
     """The k-th largest key in the selected blocks, at least `lo`, and how many of its ties are kept."""
-    hi = top.to(tl.int64)
+    hi = top_key.to(tl.int64)
     while lo < hi:
         step = bound_step(lo, hi)
         a, b, c = lo + step, tl.minimum(lo + 2 * step, hi), tl.minimum(lo + 3 * step, hi)
@@ -179,21 +179,21 @@ def pack_key_column(keys, columns):
 
 @triton.jit
 def top_k(
-    x, maxima, block_ids, gathered, width, k, top,
+    x, maxima, block_ids, gathered, width, k, top_key,
     NUM_BLOCKS: tl.constexpr, SORT_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The k ≤ SORT_SIZE / 2 largest entries of a row, packed and sorted; others may follow."""
     max_blocks = tl.minimum(
         (k + SPARE_BLOCKS + BLOCKS_PER_TILE - 1) // BLOCKS_PER_TILE * BLOCKS_PER_TILE, SORT_SIZE - SORT_SIZE // 8
     )
-    count, min_key = select_blocks(maxima, block_ids, width, k, max_blocks, top, NUM_BLOCKS)
+    count, min_key = select_blocks(maxima, block_ids, width, k, max_blocks, top_key, NUM_BLOCKS)
     num_reaching = tl.full([], 0, tl.int32)
     for start in range(0, count * VOCAB_BLOCK, TILE):
         keys, _ = load_block_keys(x, block_ids, count, width, start, TILE)
         num_reaching += tl.sum((keys >= min_key).to(tl.int32))
     num_ties_kept = num_reaching
     if num_reaching > SORT_SIZE:
-        min_key, num_ties_kept = kth_key_in_blocks(x, block_ids, count, width, k, min_key, top, TILE)
+        min_key, num_ties_kept = kth_key_in_blocks(x, block_ids, count, width, k, min_key, top_key, TILE)
     count_gathered, num_ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, count * VOCAB_BLOCK, TILE):
         keys, columns = load_block_keys(x, block_ids, count, width, start, TILE)
@@ -217,28 +217,28 @@ def sort_packed(gathered, count, SORT_SIZE: tl.constexpr):
 
 
 @triton.jit
-def unnormalized_probs(keys, top, inv_temperature, smoothing):
+def unnormalized_probs(keys, top_logit, inv_temperature, smoothing):
     """Unnormalised probabilities (weights), 1 for the largest logit."""
-    below = value_of(keys) - top
+    below = value_of(keys) - top_logit
     smoothed = tl.where(smoothing > 0, -smoothing * below * below, below)
     return tl.where(keys > NEG_INF_KEY, tl.exp(smoothed * inv_temperature), 0.0)
 
 
 @triton.jit
-def min_key_for_ratio(top, ratio, temperature, smoothing):
+def min_key_for_ratio(top_logit, ratio, temperature, smoothing):
     """The smallest key whose weight is at least a ratio of the largest, which is 1."""
     distance = -tl.log(ratio) * temperature
     if smoothing > 0:
         distance = tl.sqrt(distance / smoothing)
-    exact = top.to(tl.float64) - distance
+    exact = top_logit.to(tl.float64) - distance
     near = exact.to(tl.float32)
     return key_of(near).to(tl.int64) + (near.to(tl.float64) < exact).to(tl.int64)
 
 
 @triton.jit
-def tile_masses(keys, a, b, c, top, inv_temperature, smoothing):
+def tile_masses(keys, a, b, c, top_logit, inv_temperature, smoothing):
     """The mass (sum of weights) of a tile of keys, and of those that reach each of three bounds."""
-    w = unnormalized_probs(keys, top, inv_temperature, smoothing).to(tl.float64)
+    w = unnormalized_probs(keys, top_logit, inv_temperature, smoothing).to(tl.float64)
     lower = tl.join(w, tl.where(keys >= a, w, 0.0))
     upper = tl.join(tl.where(keys >= b, w, 0.0), tl.where(keys >= c, w, 0.0))
     lower, upper = tl.split(tl.sum(tl.join(lower, upper), 0))  # one reduction instead of four
@@ -248,7 +248,7 @@ def tile_masses(keys, a, b, c, top, inv_temperature, smoothing):
 
 
 @triton.jit
-def row_masses(x, width, a, b, c, top, inv_temperature, smoothing, TILE: tl.constexpr):
+def row_masses(x, width, a, b, c, top_logit, inv_temperature, smoothing, TILE: tl.constexpr):
     """`tile_masses` of a row."""
     total = tl.full([], 0.0, tl.float64)
     mass_a, mass_b, mass_c = total, total, total
@@ -257,7 +257,7 @@ def row_masses(x, width, a, b, c, top, inv_temperature, smoothing, TILE: tl.cons
     for start in range(0, width, TILE):
         next_v = load_logits(x, start + TILE + columns, width)
         keys = masked_keys(v, start + columns, width)
-        tile_total, tile_a, tile_b, tile_c = tile_masses(keys, a, b, c, top, inv_temperature, smoothing)
+        tile_total, tile_a, tile_b, tile_c = tile_masses(keys, a, b, c, top_logit, inv_temperature, smoothing)
         total += tile_total
         mass_a += tile_a
         mass_b += tile_b
@@ -267,14 +267,14 @@ def row_masses(x, width, a, b, c, top, inv_temperature, smoothing, TILE: tl.cons
 
 
 @triton.jit
-def listed_masses(listed, count, a, b, c, top, inv_temperature, smoothing, CANDIDATE_TILE: tl.constexpr):
+def listed_masses(listed, count, a, b, c, top_logit, inv_temperature, smoothing, CANDIDATE_TILE: tl.constexpr):
     """`tile_masses` of listed keys, without the total."""
     mass_a = tl.full([], 0.0, tl.float64)
     mass_b, mass_c = mass_a, mass_a
     for start in range(0, count, CANDIDATE_TILE):
         indices = start + tl.arange(0, CANDIDATE_TILE)
         keys = tl.load(listed + indices, mask=indices < count, other=NO_KEY)
-        _, tile_a, tile_b, tile_c = tile_masses(keys, a, b, c, top, inv_temperature, smoothing)
+        _, tile_a, tile_b, tile_c = tile_masses(keys, a, b, c, top_logit, inv_temperature, smoothing)
         mass_a += tile_a
         mass_b += tile_b
         mass_c += tile_c
@@ -343,23 +343,27 @@ def narrow_mass_bounds(lo, hi, above, a, b, c, mass_a, mass_b, mass_c, target_ma
 
 @triton.jit
 def top_p_threshold(
-    x, listed, width, limit, top_key, top, temperature, smoothing,
+    x, listed, width, top_p, top_key, top_logit, temperature, smoothing,
     TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr,
 ):  # fmt: skip
     """The smallest key that top-p keeps, and how many of its ties: KEEP_ALL_TIES for all of them."""
     inv_temperature, smooth = (1.0 / temperature).to(tl.float32), smoothing.to(tl.float32)
     hi = top_key.to(tl.int64)
     # Top-p keeps no token below this: all of those together have less mass than it excludes.
-    min_possible_key = min_key_for_ratio(top, (1.0 - limit) / width.to(tl.float64), temperature * 1.00001, smoothing)
+    min_possible_key = min_key_for_ratio(
+        top_logit, (1.0 - top_p) / width.to(tl.float64), temperature * 1.00001, smoothing
+    )
     lo = tl.minimum(tl.maximum(min_possible_key - 1, MIN_FINITE_KEY), hi)
     a, b, c = split_bounds(lo, hi)
-    total, mass_a, mass_b, mass_c = row_masses(x, width, a, b, c, top, inv_temperature, smooth, TILE)
-    target_mass = tl.maximum(limit - THRESHOLD_TOLERANCE, THRESHOLD_TOLERANCE) * total
+    total, mass_a, mass_b, mass_c = row_masses(x, width, a, b, c, top_logit, inv_temperature, smooth, TILE)
+    target_mass = tl.maximum(top_p - THRESHOLD_TOLERANCE, THRESHOLD_TOLERANCE) * total
     lo, hi, above = narrow_mass_bounds(lo, hi, target_mass * 0.0, a, b, c, mass_a, mass_b, mass_c, target_mass)
     count = list_keys_between(x, listed, width, lo, hi, TILE)
     while (lo < hi) & (count > CANDIDATE_TILE):
         a, b, c = split_bounds(lo, hi)
-        mass_a, mass_b, mass_c = listed_masses(listed, count, a, b, c, top, inv_temperature, smooth, CANDIDATE_TILE)
+        mass_a, mass_b, mass_c = listed_masses(
+            listed, count, a, b, c, top_logit, inv_temperature, smooth, CANDIDATE_TILE
+        )
         lo, hi, above = narrow_mass_bounds(lo, hi, above, a, b, c, mass_a, mass_b, mass_c, target_mass)
         count = filter_listed_keys(listed, count, lo, hi, CANDIDATE_TILE)
     indices = tl.arange(0, CANDIDATE_TILE)
@@ -367,11 +371,11 @@ def top_p_threshold(
     while lo < hi:
         a, b, c = split_bounds(lo, hi)
         inside = tl.where((keys >= lo) & (keys <= hi), keys, NO_KEY)
-        _, mass_a, mass_b, mass_c = tile_masses(inside, a, b, c, top, inv_temperature, smooth)
+        _, mass_a, mass_b, mass_c = tile_masses(inside, a, b, c, top_logit, inv_temperature, smooth)
         lo, hi, above = narrow_mass_bounds(lo, hi, above, a, b, c, mass_a, mass_b, mass_c, target_mass)
     if count <= CANDIDATE_TILE:
         count = tl.sum((keys == lo).to(tl.int32))
-    weight = unnormalized_probs(lo.to(tl.int32), top, inv_temperature, smooth).to(tl.float64)
+    weight = unnormalized_probs(lo.to(tl.int32), top_logit, inv_temperature, smooth).to(tl.float64)
     needed = tl.maximum(tl.ceil((target_mass - above) / tl.maximum(weight, 1e-300)), 1.0)
     return lo, tl.where(needed < count, needed, KEEP_ALL_TIES).to(tl.int32)
 
@@ -392,7 +396,7 @@ def keep_mask(keys, min_key, num_ties_kept, ties):
 
 @triton.jit
 def kept_mass(
-    x, tile_sums, tie_counts, width, min_key, num_ties_kept, top, inv_temperature, smoothing,
+    x, tile_sums, tie_counts, width, min_key, num_ties_kept, top_logit, inv_temperature, smoothing,
     TILE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The mass of all kept keys, and their number if COUNT; stores the mass and the ties before each tile."""
@@ -404,7 +408,9 @@ def kept_mass(
         next_v = load_logits(x, start + TILE + columns, width)
         keys = masked_keys(v, start + columns, width)
         keep, num_new = keep_mask(keys, min_key, num_ties_kept, ties)
-        mass = tl.sum(tl.where(keep, unnormalized_probs(keys, top, inv_temperature, smoothing), 0.0).to(tl.float64))
+        mass = tl.sum(
+            tl.where(keep, unnormalized_probs(keys, top_logit, inv_temperature, smoothing), 0.0).to(tl.float64)
+        )
         tl.store(tile_sums + start // TILE, mass)
         tl.store(tie_counts + start // TILE, ties)
         total += mass
@@ -418,7 +424,7 @@ def kept_mass(
 
 @triton.jit
 def inverse_cdf_full_vocab(
-    x, tile_sums, tie_counts, width, min_key, num_ties_kept, top, inv_temperature, smoothing, u,
+    x, tile_sums, tie_counts, width, min_key, num_ties_kept, top_logit, inv_temperature, smoothing, u,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """The column at which the kept mass exceeds the fraction u, and its weight; called after `kept_mass`."""
@@ -431,7 +437,7 @@ def inverse_cdf_full_vocab(
     columns = tile * TILE + tl.arange(0, TILE)
     keys = load_keys(x, columns, width)
     keep, _ = keep_mask(keys, min_key, num_ties_kept, tl.load(tie_counts + tile))
-    w = tl.where(keep, unnormalized_probs(keys, top, inv_temperature, smoothing), 0.0)
+    w = tl.where(keep, unnormalized_probs(keys, top_logit, inv_temperature, smoothing), 0.0)
     past = (before + tl.cumsum(w.to(tl.float64), 0) > target_mass) & (w > 0)
     column = tl.min(tl.where(past, columns, LOW_31_BITS))
     column = tl.minimum(column, tl.max(tl.where(w > 0, columns, 0)))
