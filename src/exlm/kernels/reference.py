@@ -19,9 +19,9 @@ from torch import Tensor
 from .. import spec
 from ..errors import Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
-from . import interface as b
+from . import interface
 
-ACTIVATIONS: dict[spec.Activation, b.ActivationFn] = {
+ACTIVATIONS: dict[spec.Activation, interface.ActivationFn] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -170,12 +170,14 @@ def _yarn(inv_freq: Tensor, theta: float, dim: int, s: spec.YarnScaling) -> Tens
 class ReferenceAttention:
     """RoPE, store new keys and values in the cache, attend."""
 
-    rope: b.RopeFn
+    rope: interface.RopeFn
     scale: float
     window: int | None
     softcap: float | None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: interface.LayerKVCache, metadata: interface.AttnMetadata
+    ) -> Tensor:
         """(rows, tokens, heads, head_dim) q, k, v → (rows, tokens, heads · head_dim)."""
         q, k = self.rope(q, k, metadata.positions)
         keys, values = kv.update(k, v, metadata)
@@ -204,7 +206,7 @@ class ReferenceAttention:
         return scores.softmax(-1).to(v.dtype) @ v
 
 
-def attention_mask(tokens: int, metadata: b.AttnMetadata, window: int | None) -> Tensor | None:
+def attention_mask(tokens: int, metadata: interface.AttnMetadata, window: int | None) -> Tensor | None:
     """(rows or 1, 1, tokens, max_kv_len) boolean mask; None where `is_causal` is enough.
 
     A query always sees itself: the softmax of a padding row without keys would be NaN and spread.
@@ -238,10 +240,10 @@ class ReferenceMoe:
 
     active: int
     renormalize: bool
-    act: b.ActivationFn
-    gate: list[b.LinearFn]
-    up: list[b.LinearFn]
-    down: list[b.LinearFn]
+    act: interface.ActivationFn
+    gate: list[interface.LinearFn]
+    up: list[interface.LinearFn]
+    down: list[interface.LinearFn]
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """(rows, tokens, hidden) and (rows, tokens, experts) → (rows, tokens, hidden)."""
@@ -269,13 +271,13 @@ class ReferenceBackend:
         self.device = device
         self.dtype = dtype
 
-    def linear(self, weight: Weight) -> b.LinearFn:
+    def linear(self, weight: Weight) -> interface.LinearFn:
         """Dense weights as they are; any other format is dequantised in each call."""
         if isinstance(weight, DenseWeight):
             return partial(F.linear, weight=weight.data, bias=weight.bias)
         return partial(_dequantized, weight, self.dtype)
 
-    def embedding(self, weight: Weight) -> b.EmbeddingFn:
+    def embedding(self, weight: Weight) -> interface.EmbeddingFn:
         """Rows of a dense table; of a packed one, only the requested columns are dequantised."""
         if isinstance(weight, DenseWeight):
             return partial(F.embedding, weight=weight.data)
@@ -283,39 +285,45 @@ class ReferenceBackend:
             return partial(_dequantized_columns, weight)
         raise Unsupported(f"an embedding stored as {weight.describe()} is not known")
 
-    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.NormFn:
+    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> interface.NormFn:
         """Computed in float32, rounded once at the end."""
         scale = weight.float() + norm.offset
         if norm.kind == "rms":
             return RmsNorm(scale, norm.eps, self.dtype)
         return LayerNorm(scale, bias, norm.eps, self.dtype)
 
-    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNormFn:
+    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> interface.AddNormFn:
         """The addition, then the norm."""
         return AddNorm(self.norm(norm, weight, bias))
 
-    def activation(self, act: spec.Activation) -> b.ActivationFn:
+    def activation(self, act: spec.Activation) -> interface.ActivationFn:
         """From ACTIVATIONS."""
         return ACTIVATIONS[act]
 
-    def gated(self, act: spec.Activation) -> b.GatedActivationFn:
+    def gated(self, act: spec.Activation) -> interface.GatedActivationFn:
         """The activation, then the product."""
         return partial(_gated, self.activation(act))
 
-    def rope(self, rope: spec.Rope, length: int) -> b.RopeFn:
+    def rope(self, rope: spec.Rope, length: int) -> interface.RopeFn:
         """Tables of all positions."""
         return RotaryEmbedding(rope, length, self.device)
 
-    def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
+    def attention(self, attn: spec.Attention, rope: interface.RopeFn) -> interface.AttentionFn:
         """Softmax over all visible keys."""
         return ReferenceAttention(rope, attn.scale, attn.window, attn.softcap)
 
-    def moe(self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]) -> b.MoeFn:
+    def moe(
+        self,
+        moe: spec.Moe,
+        gate: list[interface.LinearFn],
+        up: list[interface.LinearFn],
+        down: list[interface.LinearFn],
+    ) -> interface.MoeFn:
         """One expert after the other, each on the tokens routed to it."""
         return ReferenceMoe(moe.active, moe.renormalize, self.activation(moe.act), gate, up, down)
 
 
-def _gated(act: b.ActivationFn, gate: Tensor, up: Tensor) -> Tensor:
+def _gated(act: interface.ActivationFn, gate: Tensor, up: Tensor) -> Tensor:
     return act(gate) * up
 
 

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from ... import spec
-from .. import interface as b
+from .. import interface
 from ..reference import ReferenceAttention
 from . import decode, decode_simt, kv_quant, prefill
 from .decode import KVSplit
@@ -78,15 +78,19 @@ class PagedAttention:
     """RoPE, append to the KV cache, attend."""
 
     attn: spec.Attention
-    rope: b.RopeFn
+    rope: interface.RopeFn
     limits: DeviceLimits
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: interface.LayerKVCache, metadata: interface.AttnMetadata
+    ) -> Tensor:
         """(rows, tokens, heads, head_dim) q, k, v → (rows, tokens, heads · head_dim)."""
         with torch.cuda.device_of(q):
             return self._attend(q, k, v, kv, metadata)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: interface.LayerKVCache, metadata: interface.AttnMetadata
+    ) -> Tensor:
         a, pages = self.attn, kv.kv_pages
         if pages is not None and not self._reads(pages):
             return ReferenceAttention(self.rope, a.scale, a.window, a.softcap)(q, k, v, kv, metadata)
@@ -105,7 +109,7 @@ class PagedAttention:
             launch = AttentionLaunch(self, *appended, metadata, None, out_dtype=q.dtype)
         return launch.decode(pages)
 
-    def _reads(self, pages: b.KVPages) -> bool:
+    def _reads(self, pages: interface.KVPages) -> bool:
         """Whether each head holds whole runs of interleaved transforms, as the kernels need it."""
         run = 32 * num_interleaved(self.attn)
         return not pages.dtypes[0].startswith("hadamard") or self.attn.head_dim % run == 0
@@ -125,7 +129,7 @@ class AttentionLaunch:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        metadata: b.AttnMetadata,
+        metadata: interface.AttnMetadata,
         rope: RopeTables | None,
         out_dtype: torch.dtype | None = None,
     ) -> None:
@@ -147,7 +151,7 @@ class AttentionLaunch:
             self.attn.window is not None, self.attn.softcap is not None, metadata.mask is not None
         )
 
-    def decode(self, pages: b.KVPages) -> Tensor:
+    def decode(self, pages: interface.KVPages) -> Tensor:
         """A few new tokens: partials of all chunks, then their combination."""
         a, rows, tokens = self.attn, self.rows, self.tokens
         simt = tokens == 1 and self.q_per_kv == 1
@@ -168,7 +172,7 @@ class AttentionLaunch:
         )  # fmt: skip
         return out
 
-    def _decode_simt(self, pages: b.KVPages, partials: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _decode_simt(self, pages: interface.KVPages, partials: tuple[Tensor, Tensor, Tensor]) -> None:
         programs, page_table = self.rows * self.attn.kv_heads, self.metadata.page_table
         num_splits = self._num_splits(programs, pages, SIMT_SPLIT)
         pos_row_stride, _, pos_axis_stride = position_strides(self.metadata.positions)
@@ -181,7 +185,7 @@ class AttentionLaunch:
             BLOCK_N=1024 // self.block_d, num_warps=1, num_stages=1,
         )  # fmt: skip
 
-    def _split_kv(self, pages: b.KVPages, partials: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _split_kv(self, pages: interface.KVPages, partials: tuple[Tensor, Tensor, Tensor]) -> None:
         a, page_table, limits = self.attn, self.metadata.page_table, self.limits
         queries, quantized = self.q_per_kv * self.tokens, pages.dtypes[0] != "float"
         few_programs = self.rows * a.kv_heads < limits.num_sms
@@ -198,19 +202,19 @@ class AttentionLaunch:
             SPLIT=MMA_SPLIT, **blocks._asdict(),
         )  # fmt: skip
 
-    def _kv_layout(self, pages: b.KVPages) -> KVLayout:
+    def _kv_layout(self, pages: interface.KVPages) -> KVLayout:
         a = self.attn
         return KVLayout(
             a.kv_heads, a.head_dim, self.block_d, pages.page_size, *pages.dtypes, NUM_HADAMARD=num_interleaved(a)
         )
 
-    def _num_splits(self, programs: int, pages: b.KVPages, split: KVSplit) -> int:
+    def _num_splits(self, programs: int, pages: interface.KVPages, split: KVSplit) -> int:
         """Programs that share a row's chunks: enough to fill the GPU, if rows are as long as they can be."""
         max_tokens = self.metadata.page_table.shape[1] * pages.page_size
         most = min(split.MAX_CHUNKS, max_tokens // split.CHUNK_ALIGN + 1)
         return max(1, min(most, self.limits.num_sms * 32 // programs))
 
-    def rope_append_kv(self, pages: b.KVPages, cache_space: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def rope_append_kv(self, pages: interface.KVPages, cache_space: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Apply RoPE, write k and v to the cache; return q, k, v, Hadamard-rotated if `cache_space`."""
         a, rows, tokens = self.attn, self.rows, self.tokens
         dtype = torch.float16 if cache_space and self.q.dtype != torch.float32 else self.q.dtype
@@ -226,7 +230,7 @@ class AttentionLaunch:
         )  # fmt: skip
         return q, k, v[0] if v else self.v
 
-    def prefill(self, pages: b.KVPages) -> Tensor:
+    def prefill(self, pages: interface.KVPages) -> Tensor:
         """Many new tokens: RoPE and append, dequantise the past of a quantised cache, attend."""
         a, rows, tokens, length = self.attn, self.rows, self.tokens, self.metadata.max_kv_len
         q, k, _ = self.rope_append_kv(pages, cache_space=False)
@@ -264,6 +268,6 @@ class AttentionLaunch:
         return out
 
 
-def cache_tensors(pages: b.KVPages) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cache_tensors(pages: interface.KVPages) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, their scales, values, their scales; a cache without scales passes the stored numbers twice."""
     return pages.keys[0], pages.keys[-1], pages.values[0], pages.values[-1]

@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import spec
 from ...errors import Unsupported
 from ...formats import Weight
-from .. import interface as b
+from .. import interface
 from .attention import DeviceLimits, PagedAttention
 from .norm_rope_act import MAX_NORM_WIDTH, Activation, Norm, RopeTables
 
@@ -25,19 +25,19 @@ class TritonBackend:
         self.dtype = dtype
         self.limits = DeviceLimits.of(device)
 
-    def linear(self, weight: Weight) -> b.LinearFn:
+    def linear(self, weight: Weight) -> interface.LinearFn:
         """Declined."""
         raise Unsupported("no kernel for matrices")
 
-    def embedding(self, weight: Weight) -> b.EmbeddingFn:
+    def embedding(self, weight: Weight) -> interface.EmbeddingFn:
         """Declined."""
         raise Unsupported("no kernel for embeddings")
 
-    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.NormFn:
+    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> interface.NormFn:
         """Computed in float32, rounded once at the end."""
         return self._norm(norm, weight, bias)
 
-    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNormFn:
+    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> interface.AddNormFn:
         """Addition and norm in one launch."""
         return self._norm(norm, weight, bias).add
 
@@ -47,24 +47,30 @@ class TritonBackend:
         scale = (weight.float() + norm.offset).contiguous()
         return Norm(scale, bias, norm.eps, norm.kind == "layer", self.dtype)
 
-    def activation(self, act: spec.Activation) -> b.ActivationFn:
+    def activation(self, act: spec.Activation) -> interface.ActivationFn:
         """One launch."""
         return Activation(act)
 
-    def gated(self, act: spec.Activation) -> b.GatedActivationFn:
+    def gated(self, act: spec.Activation) -> interface.GatedActivationFn:
         """act(gate) · up in one launch."""
         return Activation(act).gated
 
-    def rope(self, rope: spec.Rope, length: int) -> b.RopeFn:
+    def rope(self, rope: spec.Rope, length: int) -> interface.RopeFn:
         """Tables for every position; attention kernels read them as their prologue."""
         return RopeTables.of(rope, length, self.device)
 
-    def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
+    def attention(self, attn: spec.Attention, rope: interface.RopeFn) -> interface.AttentionFn:
         """Paged attention, with RoPE and the write to the cache in its launches."""
         if attn.head_dim > MAX_HEAD_DIM:
             raise Unsupported(f"heads of {attn.head_dim} numbers, at most {MAX_HEAD_DIM} fit a program")
         return PagedAttention(attn, rope, self.limits)
 
-    def moe(self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]) -> b.MoeFn:
+    def moe(
+        self,
+        moe: spec.Moe,
+        gate: list[interface.LinearFn],
+        up: list[interface.LinearFn],
+        down: list[interface.LinearFn],
+    ) -> interface.MoeFn:
         """Declined."""
         raise Unsupported("no kernel for experts")
