@@ -1,6 +1,7 @@
 """`CacheLayer`: one layer's pages in any format, and the slots that new tokens are written to.
 
 `dense` and `quantized` implement it; the generator's page table decides which page belongs to which sequence.
+`CacheBase._make_layer` chooses a layer's kind from its shape.
 """
 
 from __future__ import annotations

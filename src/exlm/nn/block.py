@@ -1,5 +1,8 @@
 """One decoder layer, in its two forms, and the transfer between layers on different devices.
 
+A layer has a token mixer, which reads and writes the layer's part of the cache (`nn.attention`), and an MLP,
+which sees each token alone (`nn.mlp`).
+
 Block            x ─┬─ norm ─ attention ─ post ─(+)─┬─ norm ─ mlp ─ post ─(+)─
                     └───────────────────────────┘   └──────────────────────┘
 
