@@ -90,15 +90,8 @@ def append_new_tokens(
     token = tl.arange(0, MAX_NEW_TOKENS)[:, None]
     d = tl.arange(0, KV.BLOCK_D)[None, :]
     ok = token < tokens
-    new_k = load_roped(
-        k + token * k_token_stride + kv_head * KV.HEAD_DIM,
-        d,
-        position + token * pos_token_stride,
-        ok,
-        rope,
-        KV.HEAD_DIM,
-        ROPE,
-    ).to(k.dtype.element_ty)
+    k_head, token_position = k + token * k_token_stride + kv_head * KV.HEAD_DIM, position + token * pos_token_stride
+    new_k = load_roped(k_head, d, token_position, ok, rope, KV.HEAD_DIM, ROPE).to(k.dtype.element_ty)
     new_v = tl.load(v + token * v_token_stride + kv_head * KV.HEAD_DIM + d, mask=ok & (d < KV.HEAD_DIM), other=0.0)
     if KV.K_DTYPE == "float":
         new_k, new_v = new_k.to(k_cache.dtype.element_ty), new_v.to(v_cache.dtype.element_ty)

@@ -158,15 +158,8 @@ def rope_append_kv_kernel(
     position = positions + row * pos_row_stride + token * pos_token_stride
     rope = (cos, sin, mrope_axis, pos_axis_stride)
     if head < Q_HEADS:
-        x = load_roped(
-            q + row * q_row_stride + token * q_token_stride + head * KV.HEAD_DIM,
-            d,
-            position,
-            ok,
-            rope,
-            KV.HEAD_DIM,
-            ROPE,
-        )
+        q_head = q + row * q_row_stride + token * q_token_stride + head * KV.HEAD_DIM
+        x = load_roped(q_head, d, position, ok, rope, KV.HEAD_DIM, ROPE)
         if CACHE_SPACE and (K_DTYPE == "hadamard8" or K_DTYPE == "hadamard4"):
             x = hadamard(x.to(q.dtype.element_ty).to(tl.float32), KV.NUM_HADAMARD, False) * INV_GROUP_SIZE
         out_offset = ((row * tokens + token) * Q_HEADS + head) * KV.HEAD_DIM + d
@@ -178,15 +171,8 @@ def rope_append_kv_kernel(
         slot = (page * KV.PAGE_SIZE + key_index % KV.PAGE_SIZE) * KV.KV_HEADS + kv_head
         out_offset = ((row * tokens + token) * KV.KV_HEADS + kv_head) * KV.HEAD_DIM + d
         if head < Q_HEADS + KV.KV_HEADS:
-            new_k = load_roped(
-                k + row * k_row_stride + token * k_token_stride + kv_head * KV.HEAD_DIM,
-                d,
-                position,
-                ok,
-                rope,
-                KV.HEAD_DIM,
-                ROPE,
-            )
+            k_head = k + row * k_row_stride + token * k_token_stride + kv_head * KV.HEAD_DIM
+            new_k = load_roped(k_head, d, position, ok, rope, KV.HEAD_DIM, ROPE)
             new_k = new_k.to(k.dtype.element_ty).to(tl.float32)
             rotated = to_cache_space(new_k, K_DTYPE, KV.NUM_HADAMARD)
             store_kv(rotated, k_cache, k_scale, slot, ok, K_DTYPE, KV.HEAD_DIM)
