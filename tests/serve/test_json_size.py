@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from exlm.serve import APIError, limits
 from exlm.serve.limits import MIN_JSON_LIMIT, JsonLimits
 
+ERROR_CODES = {413: "body_too_large", 400: "invalid_json"}
 TEXT = st.text(st.sampled_from('ab\\",:[]{}0123456789é\n'), max_size=30)
 VALUES = st.recursive(
     st.none() | st.integers(-(10**30), 10**30) | TEXT,
@@ -36,7 +37,7 @@ def parts(value: Any) -> Iterator[str]:
 def refused(text: bytes, values: int = 10**9, nodes: int = 10**9, status: int = 413) -> str:
     with pytest.raises(APIError) as found:
         JsonLimits(values, nodes).check(text)
-    assert found.value.status == status
+    assert (found.value.status, found.value.code) == (status, ERROR_CODES[status])
     return found.value.message
 
 

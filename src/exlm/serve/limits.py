@@ -139,7 +139,7 @@ class JsonLimits:
 
 
 def body_too_large(message: str) -> APIError:
-    return APIError(413, message, code="bodybody_too_large")
+    return APIError(413, message, code="body_too_large")
 
 
 def _count_nodes(text: RawJson) -> int:
