@@ -85,7 +85,8 @@ class Recipe:
 
     def bits(self, matrix: Matrix) -> int:
         """Stored bits of a matrix: codes, scales, group table, row permutation and bias."""
-        groups, columns = self.groups(matrix.in_features), padded_columns(matrix.out_features)
+        groups = self.groups(matrix.in_features)
+        columns = -(-matrix.out_features // ALIGNMENT) * ALIGNMENT  # as they are stored
         codes = sum(group.rows * group.bits for group in groups) * columns
         bias = 16 * matrix.out_features if matrix.bias else 0
         return codes + len(groups) * (16 + 32 + 4 * columns) + 32 * matrix.in_features + bias
@@ -128,11 +129,6 @@ def _groups_of_rows(recipe: Recipe, rows: int) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def padded_columns(columns: int) -> int:
-    """Columns as they are stored."""
-    return -(-columns // ALIGNMENT) * ALIGNMENT
-
-
 def make_recipe(sizes: int | Sequence[int], *parts: tuple[int, float]) -> Recipe:
     """A recipe in short: the group size (of all parts, or of each), then pairs of a width and a share."""
     each = [sizes] * len(parts) if isinstance(sizes, int) else sizes
@@ -153,19 +149,15 @@ HEAD_RECIPES: dict[int, Recipe] = {
 @cache
 def candidate_recipes() -> tuple[Recipe, ...]:
     """Every recipe that a matrix of a layer may get."""
-    return tuple(_generate_recipes())
-
-
-def _generate_recipes() -> Iterator[Recipe]:
+    recipes = []
     for size in GROUP_SIZES:
-        for width in BIT_WIDTHS:
-            yield make_recipe(size, (width, 1.0))
+        recipes += [make_recipe(size, (width, 1.0)) for width in BIT_WIDTHS]
         for high, low in BIT_PAIRS:
-            for share in PAIR_SHARES:
-                yield make_recipe(size, (high, share), (low, 1 - share))
+            recipes += [make_recipe(size, (high, share), (low, 1 - share)) for share in PAIR_SHARES]
         for high, middle, low in BIT_TRIPLES:
             for first, second in TRIPLE_SHARES:
-                yield make_recipe(size, (high, first), (middle, second), (low, 1 - first - second))
+                recipes.append(make_recipe(size, (high, first), (middle, second), (low, 1 - first - second)))
+    return tuple(recipes)
 
 
 def min_layer_bits(model: spec.Model) -> int:

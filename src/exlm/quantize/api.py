@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +18,18 @@ from ..convert.api import DEFAULT_SHARD_BYTES
 from ..errors import InputError, Unsupported
 from ..formats.exl2 import ALIGNMENT
 from ..model.devices import pick_device
-from ..spec.model import Matrix, matrices
-from . import calibration, evaluate, pipeline, sensitivity
+from ..spec.model import Matrix
+from . import pipeline, sensitivity
 from .allocation import min_layer_bits, quantized_matrices
 from .calibration import DEFAULT_LENGTH, default_rows, num_sampled_rows
 from .evaluate import Quality
 from .layer_loader import layer_loader
-from .layer_solver import cluster_count
 from .options import TARGETS, Method, QuantizeOptions, parse_size
 from .output import check_float16_range, unquantized_bytes
+from .peak_memory import peak_bytes
 from .pipeline import Progress, QuantContext
 from .sensitivity import Measurement
 from .step_store import open_step_store, store_dir
-
-FLOAT_BYTES = 4
-BASE_BYTES = 450 * 2**20
-"""Python, torch, the tokenizer, and what malloc keeps of freed memory."""
-
-SOLVER_TENSORS = 9
-"""Tensors of the shape of the matrix being solved: target, codes, losses, scales, gradient, temporaries."""
-
-TWO_SIDED_TENSORS = 5
-"""More of them where the output Hessian is known."""
 
 
 def quantize_model(
@@ -80,7 +69,8 @@ def quantize_model(
     weights; `restart` discards it instead. The folder appears when it is complete; the source is never
     changed.
     """
-    no_target = method == "exl2" and bits is None and size is None and max_kld is None
+    exl2 = method == "exl2"
+    no_target = exl2 and bits is None and size is None and max_kld is None
     model_config, device_ = Config(source), pick_device(device)
     options = QuantizeOptions(
         bits=4.0 if no_target else bits,
@@ -94,59 +84,34 @@ def quantize_model(
         length=_row_length(length, model_config),
     )
     output = pipeline.OutputOptions(Path(os.path.realpath(Path(target).expanduser())), shard_bytes, overwrite, report)
-    return _run_job(
-        model_config,
-        options,
-        output,
-        None if measurement is None else Path(measurement).expanduser(),
-        None if save_measurement is None else Path(save_measurement).expanduser(),
-        device_,
-        progress,
-        restart=restart,
-    )
-
-
-def _run_job(
-    model_config: Config,
-    options: QuantizeOptions,
-    output: pipeline.OutputOptions,
-    measurement: Path | None,
-    save_measurement: Path | None,
-    device: torch.device,
-    progress: Progress,
-    *,
-    restart: bool,
-) -> Quality | None:
-    """Check, open the step store, check what needs the job's context, run."""
     frozen = model_config.freeze()
-    source = open_source(frozen.path, frozen.spec.names, frozen.quantization)
-    reads = [Path(os.path.realpath(path)) for path in (frozen.path, *source.files.paths)]
-    check_output_dir(output.folder, reads, overwrite=output.overwrite)
-    if output.shard_bytes < 1:
-        raise InputError(f"shard_bytes must be positive, found {output.shard_bytes}.")
-    exl2 = options.method == "exl2"
+    weights = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    reads = [Path(os.path.realpath(path)) for path in (frozen.path, *weights.files.paths)]
+    check_output_dir(output.folder, reads, overwrite=overwrite)
+    if shard_bytes < 1:
+        raise InputError(f"shard_bytes must be positive, found {shard_bytes}.")
     if not exl2 and (measurement is not None or save_measurement is not None):
         raise InputError("Measurements go with method exl2: GPTQ has 4 bits for every weight and measures nothing.")
     existing, digest = (None, None) if measurement is None else _read_measurement(measurement, frozen.spec)
-    if save_measurement is not None:
-        _check_measurement_path(save_measurement, existing)
-    length = min(options.length, frozen.max_seq_len)
-    loader = layer_loader(frozen, source, length, device)
-    fingerprint = _job_fingerprint(options, frozen, source, digest, device)
+    saved_to = None if save_measurement is None else Path(save_measurement).expanduser()
+    if saved_to is not None:
+        _check_measurement_path(saved_to, existing)
+    loader = layer_loader(frozen, weights, options.length, device_)
+    fingerprint = _job_fingerprint(options, frozen, weights, digest, device_)
     with open_step_store(
         output.folder, fingerprint, changeable=TARGETS, changeable_until=pipeline.HIDDEN_STATES, restart=restart
     ) as store:
-        ctx = QuantContext(model_config, frozen, source, loader, store, options, progress)
+        ctx = QuantContext(model_config, frozen, weights, loader, store, options, progress)
         ctx.total = pipeline.progress_units(ctx.depth, exl2)
-        _check_shapes(ctx.matrices, options.method)
+        _check_shapes(ctx.matrices, method)
         if exl2:
             _check_target(ctx, existing)
         check_disk_space(store_dir(output.folder), _disk_bytes(ctx), "the job")
         check_float16_range(ctx.plan, frozen.spec, ctx.matrices.keys())
         samples_text = num_sampled_rows(frozen.spec, options) > 0
-        peak = PeakMemory(frozen.spec, options.rows, length).peak_bytes(samples_text)
+        peak = peak_bytes(frozen.spec, options.rows, options.length, samples_text=samples_text)
         ctx.report_progress(0, f"calibrating; at most {peak / 1e9:.1f} GB of memory")
-        return pipeline.run(ctx, existing, save_measurement, output)
+        return pipeline.run(ctx, existing, saved_to, output)
 
 
 def _row_length(wanted: int | None, config: Config) -> int:
@@ -159,8 +124,9 @@ def _row_length(wanted: int | None, config: Config) -> int:
     return min(DEFAULT_LENGTH, config.max_seq_len) if wanted is None else wanted
 
 
-def _read_measurement(file: Path, model: spec.Model) -> tuple[Measurement, str]:
+def _read_measurement(path: str | Path, model: spec.Model) -> tuple[Measurement, str]:
     """A measurement and its file's digest."""
+    file = Path(path).expanduser()
     return Measurement.load(file, model), hashlib.sha256(file.read_bytes()).hexdigest()
 
 
@@ -250,129 +216,3 @@ def _digest(file: Path) -> str | None:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError:
         return None
-
-
-# -- peak memory -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PeakMemory:
-    """Predicts the peak memory of a job from shapes: that of its largest step.
-
-    Counted for a CPU; on a GPU most of it is the GPU's. The terms follow the steps of `pipeline`,
-    `calibration` and `evaluate` and must change with them; a test compares them with what a job really takes.
-    """
-
-    model: spec.Model
-    rows: int
-    length: int
-
-    def peak_bytes(self, samples_text: bool) -> int:
-        """The peak of the whole job; `samples_text` if the model is loaded whole to sample text."""
-        steps = [
-            self.head_backward(),
-            self.layer_backward(),
-            self.layer_solving(),
-            self.head_solving(),
-            self.evaluating(),
-        ]
-        return BASE_BYTES + max(*steps, self.sampling() if samples_text else 0)
-
-    @property
-    def pass_tokens(self) -> int:
-        """Tokens of one forward pass."""
-        return max(pipeline.PASS_TOKENS, self.length)
-
-    @property
-    def hidden_states(self) -> int:
-        """Bytes of the hidden states of all rows."""
-        return FLOAT_BYTES * self.rows * self.length * self.model.hidden
-
-    @property
-    def head(self) -> int:
-        """Bytes of the head in float32."""
-        return FLOAT_BYTES * self.model.vocab * self.model.hidden
-
-    @property
-    def clusters(self) -> int:
-        """Clusters of the head's columns."""
-        return cluster_count(self.model.hidden, self.model.vocab)
-
-    def layers(self) -> list[list[Matrix]]:
-        """The matrices of every layer."""
-        layers: list[list[Matrix]] = [[] for _ in self.model.layers]
-        for m in quantized_matrices(self.model):
-            layers[int(m.role.split(".")[1])].append(m)
-        return layers
-
-    def sampling(self) -> int:
-        """`sample_rows`: the model in float32, the KV buffers of a batch, its logits."""
-        weights = sum(FLOAT_BYTES * m.in_features * m.out_features for m in matrices(self.model))
-        embedding = 0 if self.model.head.tied else self.head
-        kv_numbers = sum(_kv_numbers(layer.attn) for layer in self.model.layers)
-        length = min(calibration.SAMPLE_LENGTH, self.length)
-        kv = FLOAT_BYTES * calibration.SAMPLE_BATCH * length * kv_numbers
-        return weights + embedding + kv + 4 * FLOAT_BYTES * calibration.SAMPLE_BATCH * self.model.vocab
-
-    def head_backward(self) -> int:
-        """`head_grad`: the head, logits of some tokens and their gradients, states and gradients."""
-        cluster_weights = self.clusters * (2 * self.model.vocab + 2 * self.rows * self.length)
-        logits = 6 * sensitivity.LOGIT_TOKENS * self.model.vocab
-        return self.head + FLOAT_BYTES * (logits + cluster_weights) + 3 * self.hidden_states
-
-    def layer_backward(self) -> int:
-        """`vjp` and `measure_profile`: a layer, activations, Fisher sums, a matrix at several widths."""
-        return 4 * self.hidden_states + max(
-            FLOAT_BYTES * (sum(map(_num_weights, layer)) + sum(map(_fisher_numbers, layer)))
-            + FLOAT_BYTES
-            * max(5 * len(sensitivity.MEASURED_BITS) * _num_weights(m) + 5 * m.in_features**2 for m in layer)
-            + self._activations(layer, 3)
-            for layer in self.layers()
-        )
-
-    def layer_solving(self) -> int:
-        """`solve_layer`: a layer three times, Hessians, a matrix being solved, hidden states twice."""
-        return 6 * self.hidden_states + max(
-            FLOAT_BYTES * 3 * sum(map(_num_weights, layer))
-            + FLOAT_BYTES * max(_solver_numbers(m) + 10 * m.in_features**2 for m in layer)
-            + self._activations(layer, 2)
-            for layer in self.layers()
-        )
-
-    def head_solving(self) -> int:
-        """`solve_head`: the head being solved, and the Hessians of its clusters."""
-        clusters = self.clusters * (2 * self.model.hidden**2 + self.model.vocab + self.rows * self.length)
-        return (SOLVER_TENSORS + 2) * self.head + 3 * self.hidden_states + FLOAT_BYTES * clusters
-
-    def evaluating(self) -> int:
-        """`evaluate_model`: the heads of both models, some tokens' logits of both, and states."""
-        tokens = min(evaluate.LOGIT_TOKENS, self.length)
-        return 4 * self.head + 7 * FLOAT_BYTES * tokens * self.model.vocab
-
-    def _activations(self, layer: list[Matrix], copies: int) -> int:
-        """What a layer computes for the tokens of one pass."""
-        scores = self.length * max(one.attn.heads for one in self.model.layers)
-        numbers = scores + sum(m.in_features + m.out_features for m in layer)
-        return FLOAT_BYTES * copies * self.pass_tokens * numbers
-
-
-def _num_weights(m: Matrix) -> int:
-    return m.in_features * m.out_features
-
-
-def _solver_numbers(m: Matrix) -> int:
-    """Numbers held while a matrix is solved, but for those of its input side."""
-    if m.out_features > sensitivity.MAX_FULL_OUTPUTS:
-        return SOLVER_TENSORS * _num_weights(m)
-    return (SOLVER_TENSORS + TWO_SIDED_TENSORS) * _num_weights(m) + 5 * m.out_features**2
-
-
-def _fisher_numbers(m: Matrix) -> int:
-    """Numbers in a matrix's `FisherStats`."""
-    full = m.out_features <= sensitivity.MAX_FULL_OUTPUTS
-    return m.in_features**2 + (m.out_features**2 if full else m.out_features)
-
-
-def _kv_numbers(attn: spec.Attention) -> int:
-    """Numbers of one token's keys and values."""
-    return 2 * attn.kv_heads * attn.head_dim

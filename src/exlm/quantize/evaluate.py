@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -131,18 +131,29 @@ def evaluate_model(
         if against is not None:
             errors.append(_relative_error(models[1].states, models[0].states))
         progress(i + 1, depth + 1)
-    stats = _logit_stats(models, batches)
+    perplexities, kl, top1 = _compare_logits(models, batches)
     progress(depth + 1, depth + 1)
     bits, layer_bits = bits_per_weight(models[0].frozen.path)
-    return Quality(
+    quality = Quality(
         model=str(model),
         tokens=ids.numel(),
-        perplexity=stats.perplexities[0],
+        perplexity=perplexities[0],
         bytes=models[0].source.files.total_bytes,
         bits=bits,
         layer_bits=layer_bits,
         speed=measure_speed(model, device) if speed else None,
-        **({} if against is None else stats.comparison(str(against), errors)),
+    )
+    if against is None:
+        return quality
+    percentiles = {str(p): float(kl.quantile(p / 100)) for p in PERCENTILES}
+    return replace(
+        quality,
+        against=str(against),
+        against_perplexity=perplexities[1],
+        kl=float(kl.mean()),
+        kl_percentiles=percentiles | {"max": float(kl.max())},
+        top1=top1,
+        layer_errors=tuple(errors),
     )
 
 
@@ -164,28 +175,11 @@ class _LayerwiseModel:
         self.states = [run_block(block, x, make_batch(ids)) for x, ids in zip(self.states, rows, strict=True)]
 
 
-@dataclass(frozen=True)
-class _LogitStats:
-    perplexities: list[float]  # of each model
-    divergences: Tensor  # (tokens,) KL of the second model's distribution from the first's
-    top1: float
+def _compare_logits(models: list[_LayerwiseModel], rows: list[Tensor]) -> tuple[list[float], Tensor, float]:
+    """(perplexity of each model, KL of the second's distribution from the first's at each token, top-1 agreement).
 
-    def comparison(self, against: str, errors: list[float]) -> dict[str, Any]:
-        """The fields of `Quality` that need a second model."""
-        kl = self.divergences
-        percentiles = {str(p): float(kl.quantile(p / 100)) for p in PERCENTILES}
-        return {
-            "against": against,
-            "against_perplexity": self.perplexities[1],
-            "kl": float(kl.mean()),
-            "kl_percentiles": percentiles | {"max": float(kl.max())},
-            "top1": self.top1,
-            "layer_errors": tuple(errors),
-        }
-
-
-def _logit_stats(models: list[_LayerwiseModel], rows: list[Tensor]) -> _LogitStats:
-    """Both heads on the final hidden states, a few tokens at a time."""
+    Both heads read the final hidden states, a few tokens at a time.
+    """
     heads = [one.loader.load_head() for one in models]
     nll, count, agreed = [0.0] * len(models), 0, 0
     divergences: list[Tensor] = []
@@ -205,7 +199,7 @@ def _logit_stats(models: list[_LayerwiseModel], rows: list[Tensor]) -> _LogitSta
                 divergences.append((exact.exp() * (exact - quantised)).sum(-1).cpu())
                 agreed += int((exact.argmax(-1) == quantised.argmax(-1)).sum())
     kl = torch.cat(divergences) if divergences else torch.zeros(1)
-    return _LogitStats([math.exp(min(total / count, 700.0)) for total in nll], kl, agreed / len(kl))
+    return [math.exp(min(total / count, 700.0)) for total in nll], kl, agreed / len(kl)
 
 
 def bits_per_weight(path: Path) -> tuple[float, tuple[float, ...]]:

@@ -197,7 +197,7 @@ def solve_layer(
         for roles in [shared] if shared else [[role] for role in group]:
             current = {role: linear.weight for role, linear in linears.items()}
             to_residual = roles[0] in residual_roles
-            stats = _accumulate(
+            stats = _input_stats(
                 linears, roles, forward, states, floats, current, token_weights, to_residual=to_residual
             )
             for role in roles:
@@ -211,13 +211,13 @@ def solve_layer(
 def input_groups(roles: Iterable[str]) -> list[list[str]]:
     """Roles that share an input, in the order in which they can be solved; MoE routers are left out."""
     groups: dict[tuple[str, str], list[str]] = {}
-    names = {"q": "in", "k": "in", "v": "in", "o": "out", "gate": "in", "up": "in", "down": "out"}
+    input_of = {"q": "in", "k": "in", "v": "in", "o": "out", "gate": "in", "up": "in", "down": "out"}
     for role in roles:
         part = role.rpartition(".")[2]
         if part == "router":
             continue
-        half = "mlp" if ".mlp." in role else "attn" if ".attn." in role else role
-        groups.setdefault((half, names.get(part, part)), []).append(role)
+        module = "mlp" if ".mlp." in role else "attn" if ".attn." in role else role
+        groups.setdefault((module, input_of.get(part, part)), []).append(role)
     return list(groups.values())
 
 
@@ -233,7 +233,7 @@ def propagate(
     _set_weights(linears, rounded)
 
 
-def _accumulate(
+def _input_stats(
     linears: Mapping[str, HookedLinear],
     roles: list[str],
     forward: Forward,
@@ -263,16 +263,16 @@ def _accumulate(
         floats, current = ({**matrices, **_zeroed_mlp(matrices, roles[0])} for matrices in (floats, current))
     past = 0
     for i, batch in enumerate(states.batches):
-        inputs, ends = [], []
-        for matrices, xs in ((floats, states.float_states), (current, states.quantized_states)):
-            if matrices is floats and not paired:
-                continue
-            _set_weights(linears, matrices)
-            captured, end = _capture_inputs(hooked, forward, xs[i], batch, stop=paired and not to_residual)
-            inputs.append(captured)
-            ends.append(end)
-        x, input_error = inputs[-1], inputs[0] - inputs[1] if paired else None
-        residual_error = (ends[0] - ends[1]).flatten(0, -2) if to_residual else None
+        input_error = residual_error = None
+        if paired:
+            _set_weights(linears, floats)
+            float_x, float_end = _capture_inputs(hooked, forward, states.float_states[i], batch, stop=not to_residual)
+        _set_weights(linears, current)
+        stop = paired and not to_residual
+        x, end = _capture_inputs(hooked, forward, states.quantized_states[i], batch, stop=stop)
+        if paired:
+            input_error = float_x - x
+            residual_error = (float_end - end).flatten(0, -2) if to_residual else None
         for role, accumulator in weighted.items():
             accumulator.add(x, input_error, residual_error, weights[role][past : past + len(x)])
         if len(weighted) < len(roles):

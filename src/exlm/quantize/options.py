@@ -54,8 +54,14 @@ class QuantizeOptions:
         """Refuse values that are out of range or contradict each other."""
         if self.method not in ("exl2", "gptq"):
             raise InputError(f"method must be exl2 or gptq, found {self.method!r}.")
+        for name in ("rows", "length"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, found {getattr(self, name)}.")
         if self.method == "gptq":
-            self._check_gptq()
+            if self.bits not in (None, 4) or self.size is not None or self.max_kld is not None:
+                raise InputError("GPTQ has 4 bits for every weight: leave out bits, size and max_kld.")
+            if self.group_size not in GPTQ_GROUP_SIZES:
+                raise InputError(f"group_size must be one of {GPTQ_GROUP_SIZES}, found {self.group_size}.")
             return
         targets = [t for t in (self.bits, self.size, self.max_kld) if t is not None]
         if len(targets) != 1:
@@ -68,19 +74,6 @@ class QuantizeOptions:
             raise InputError(f"max_kld must be above 0, found {self.max_kld:g}.")
         if self.head_bits not in HEAD_RECIPES:
             raise InputError(f"head_bits must be one of {', '.join(map(str, HEAD_RECIPES))}, found {self.head_bits}.")
-        self._check_rows()
-
-    def _check_gptq(self) -> None:
-        if self.bits not in (None, 4) or self.size is not None or self.max_kld is not None:
-            raise InputError("GPTQ has 4 bits for every weight: leave out bits, size and max_kld.")
-        if self.group_size not in GPTQ_GROUP_SIZES:
-            raise InputError(f"group_size must be one of {GPTQ_GROUP_SIZES}, found {self.group_size}.")
-        self._check_rows()
-
-    def _check_rows(self) -> None:
-        for name in ("rows", "length"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, found {getattr(self, name)}.")
 
     def fingerprint(self) -> dict[str, Any]:
         """What job.json records, and a resumed job must have again; its keys are part of the file format."""

@@ -49,7 +49,7 @@ MAX_INPUTS = 0xFFFF
 """The largest number of inputs whose permutation fits in uint16."""
 
 
-EncodedMatrix = Callable[[str], Mapping[str, Tensor]]
+LoadQuantized = Callable[[str], Mapping[str, Tensor]]
 """(role) → the tensors of a quantised matrix, by their names in the new model's files."""
 
 
@@ -82,7 +82,7 @@ def write_model(
     frozen: FrozenConfig,
     source: WeightSource,
     roles: Set[str],
-    encoded: EncodedMatrix,
+    load_quantized: LoadQuantized,
     quantization_config: Mapping[str, Any],
     *,
     shard_bytes: int,
@@ -90,11 +90,13 @@ def write_model(
 ) -> Iterator[Path]:
     """Write the model to a hidden folder, which gets its name when the block ends without an error.
 
-    `encoded` gives the tensors of the quantised `roles`; `quantization_config` is config.json's section.
+    `load_quantized` gives the tensors of the quantised `roles`; `quantization_config` is config.json's section.
     """
     plan = conversion_plan(frozen, source, roles)
     with atomic_dir(target, overwrite=overwrite) as hidden:
-        weights = save_sharded(hidden, _model_tensors(plan, frozen.spec, roles, encoded), shard_bytes=shard_bytes)
+        weights = save_sharded(
+            hidden, _model_tensors(plan, frozen.spec, roles, load_quantized), shard_bytes=shard_bytes
+        )
         with report_write_errors(target):
             _side_files(frozen, source, plan, quantization_config).write_to(hidden)
             for path in weights:
@@ -117,19 +119,19 @@ def _float16_labels(plan: ConversionPlan, model: spec.Model, roles: Set[str]) ->
 
 
 def _model_tensors(
-    plan: ConversionPlan, model: spec.Model, roles: Set[str], encoded: EncodedMatrix
+    plan: ConversionPlan, model: spec.Model, roles: Set[str], load_quantized: LoadQuantized
 ) -> Iterator[tuple[str, Tensor]]:
     labels = _float16_labels(plan, model, roles)
     for step in plan.steps:
         if step.label in roles:
-            yield from encoded(step.label).items()
+            yield from load_quantized(step.label).items()
         elif step.label in labels:
             for name, tensor in step.make_tensors():
                 yield name, _to_float16(name, tensor)
         else:
             yield from step.make_tensors()
     if "head" in roles and all(step.label != "head" for step in plan.steps):
-        yield from encoded("head").items()  # the source ties it to the embedding
+        yield from load_quantized("head").items()  # the source ties it to the embedding
 
 
 def _to_float16(name: str, tensor: Tensor) -> Tensor:
