@@ -28,8 +28,8 @@ from exlm.quantize.gptq import (
     inverse_cholesky,
 )
 from exlm.quantize.matrix_solver import (
-    gptq_only,
-    output_losses,
+    Exl2Solution,
+    gptq_exl2,
     rounding_losses,
     search_scales,
     solve_exl2,
@@ -48,6 +48,12 @@ def problem(inputs: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     mixing = torch.randn(inputs, inputs, generator=generator) * torch.logspace(0, -1.5, inputs)
     x = torch.randn(4 * inputs, inputs, generator=generator) @ mixing
     return w, x.T @ x / len(x)
+
+
+def output_losses(w: Tensor, f: HessianFactors, solution: Exl2Solution) -> Tensor:
+    """(columns,) eᵀ H e of each column's error e, H damped."""
+    error = w[f.perm] - solution.values()
+    return (error * (f.hessian @ error)).sum(0)
 
 
 def loss_of(w: Tensor, found: Tensor, h: Tensor) -> float:
@@ -82,7 +88,7 @@ def test_every_stage_lowers_the_loss(bits: int) -> None:
         [grid.value(grid.nearest(rows)) for grid, rows in zip(scales, w[f.perm].split(32), strict=True)]
     )
     plain = loss_of(w[f.perm], nearest, f.hessian)
-    fed = gptq_only(w, f, groups, 24)
+    fed = gptq_exl2(w, f, groups, 24)
     assert float(output_losses(w, f, fed).sum()) < 0.8 * plain
     added = rounding_losses(w, f, 32, (8, bits), 24)[1]
     torch.testing.assert_close(added.sum(0), output_losses(w, f, fed), rtol=2e-2, atol=1e-5)

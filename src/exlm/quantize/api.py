@@ -132,7 +132,7 @@ def _read_measurement(path: str | Path, model: spec.Model) -> tuple[Measurement,
 
 def _check_measurement_path(file: Path, existing: Measurement | None) -> None:
     """`InputError` if there will be no measurement to save, or no place for it."""
-    if existing is not None and not existing.profiles:
+    if existing is not None and not existing.sensitivities:
         raise InputError(
             "save_measurement: the measurement that was given is exllamav2's, and nothing else is measured. "
             "Keep that file, or leave it out to measure again."

@@ -62,19 +62,19 @@ def _descend_group(
 
 
 def descend_two_sided(
-    codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, hessian: Tensor, output_hessian: Tensor
+    codes: Tensor, w: Tensor, scale: Tensor, half_range: Tensor, hessian: Tensor, output_hessian: Tensor
 ) -> Tensor:
     """Codes (inputs, columns) for `w` with a lower tr(G Eᵀ H E), or the same codes.
 
-    `scale` (inputs, columns) is every weight's scale; row i's codes lie in [-half_i, half_i - 1]; inputs are
-    a multiple of BLOCK_ROWS. Moves made at the same time may raise the loss together: such a sweep is undone,
-    and from then on half as many codes move at a time.
+    `scale` (inputs, columns) is every weight's scale; row i's codes lie in [-half_range_i, half_range_i - 1];
+    inputs are a multiple of BLOCK_ROWS. Moves made at the same time may raise the loss together: such a sweep is
+    undone, and from then on half as many codes move at a time.
     """
     best, run = codes, COLUMNS_PER_MOVE
     gradient = _gradient(codes, w, scale, hessian, output_hessian)
     least = _loss(codes, w, scale, gradient)
     for _ in range(MAX_SWEEPS):
-        tried = _sweep(best, gradient, scale, half, hessian, output_hessian, run)
+        tried = _sweep(best, gradient, scale, half_range, hessian, output_hessian, run)
         tried_gradient = _gradient(tried, w, scale, hessian, output_hessian)
         loss = _loss(tried, w, scale, tried_gradient)
         if bool(loss < least):
@@ -89,7 +89,7 @@ def descend_two_sided(
 
 
 def _sweep(
-    codes: Tensor, gradient: Tensor, scale: Tensor, half: Tensor, hessian: Tensor, g: Tensor, run: int
+    codes: Tensor, gradient: Tensor, scale: Tensor, half_range: Tensor, hessian: Tensor, g: Tensor, run: int
 ) -> Tensor:
     """New codes after every row was looked at once."""
     columns, padding = codes.shape[1], -codes.shape[1] % run
@@ -97,7 +97,7 @@ def _sweep(
     now, gradient, scale = (F.pad(x, (0, padding)) if padding else x.clone() for x in (codes, gradient, scale))
     for a in range(0, len(now), BLOCK_ROWS):
         rows = slice(a, a + BLOCK_ROWS)
-        block = (gradient[rows], hessian[rows, rows], g, scale[rows], half[rows], now[rows].clone())
+        block = (gradient[rows], hessian[rows, rows], g, scale[rows], half_range[rows], now[rows].clone())
         change = torch.empty_like(now[rows])
         GRAPHS.run(_DescendBlock(run), block, (now[rows], change))
         gradient.addmm_(hessian[:, rows], change, alpha=-1)
@@ -130,7 +130,7 @@ class _DescendBlock:
         h: Tensor,
         g: Tensor,
         scale: Tensor,
-        half: Tensor,
+        half_range: Tensor,
         before: Tensor,
         codes: Tensor,
         change: Tensor,
@@ -139,7 +139,7 @@ class _DescendBlock:
         gradient, g_runs = gradient.clone(), g.view(-1, self.run, len(g))
         cost = h.diagonal()[:, None] * g.diagonal() * scale * scale / 2
         codes.copy_(before)
-        down, up = (-half)[:, None] - codes, (half - 1)[:, None] - codes  # steps that stay in range
+        down, up = (-half_range)[:, None] - codes, (half_range - 1)[:, None] - codes  # steps that stay in range
         rows = zip(*(x.view(shape) for x in (gradient, codes, scale, cost, down, up)), h, change, strict=True)
         for i, (grad, code, size, price, low, high, h_row, delta) in enumerate(rows, 1):
             step = grad.sign().clamp_(low, high)

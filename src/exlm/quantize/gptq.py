@@ -178,10 +178,10 @@ class OutputFactors(NamedTuple):
     hessian: Tensor  # (columns, columns) G, in the order of the columns
 
 
-def gptq_two_sided(w: Tensor, scale: Tensor, half: Tensor, in_chol: Tensor, outputs: OutputFactors) -> Tensor:
+def gptq_two_sided(w: Tensor, scale: Tensor, half_range: Tensor, in_chol: Tensor, outputs: OutputFactors) -> Tensor:
     """Codes (inputs, columns) of `w`, its errors fed back on both sides.
 
-    `scale` (inputs, columns) is every weight's scale; row i's codes lie in [-half_i, half_i - 1]; `in_chol`
+    `scale` (inputs, columns) is every weight's scale; row i's codes lie in [-half_range_i, half_range_i - 1]; `in_chol`
     is U with Uᵀ U = H⁻¹. The inputs must be a multiple of TILE.
     """
     w, scale, out_chol = w[:, outputs.perm], scale[:, outputs.perm], outputs.inv_chol
@@ -191,7 +191,7 @@ def gptq_two_sided(w: Tensor, scale: Tensor, half: Tensor, in_chol: Tensor, outp
         out_chol = F.pad(out_chol, (0, padding, 0, padding))
         out_chol.diagonal()[columns:] = 1
     down, right = w.shape[0] // TILE, w.shape[1] // TILE
-    wavefront = _Wavefront(w, scale, half, in_chol, out_chol)
+    wavefront = _Wavefront(w, scale, half_range, in_chol, out_chol)
     for step in range(down + right - 1):
         wavefront.round_diagonal(step, max(0, step - right + 1), min(down, step + 1))
     return wavefront.codes.transpose(1, 2).reshape(w.shape)[:, outputs.perm.argsort()]
@@ -203,10 +203,10 @@ class _Wavefront:
     Errors of weights that are not rounded yet are zero: sums over all weights are sums over rounded ones.
     """
 
-    def __init__(self, w: Tensor, scale: Tensor, half: Tensor, in_chol: Tensor, out_chol: Tensor) -> None:
+    def __init__(self, w: Tensor, scale: Tensor, half_range: Tensor, in_chol: Tensor, out_chol: Tensor) -> None:
         down, right = w.shape[0] // TILE, w.shape[1] // TILE
         self.w, self.scale = (x.view(down, TILE, right, TILE).transpose(1, 2) for x in (w, scale))
-        self.half = half.view(down, TILE)
+        self.half_range = half_range.view(down, TILE)
         self.in_chol = in_chol.T.contiguous().view(down, TILE, -1)  # rows of Uᵀ, by tile
         self.out_chol = out_chol.view(-1, right, TILE).transpose(0, 1).contiguous()  # columns of V, by tile
         self.u, self.v = _diagonal_tiles(in_chol), _diagonal_tiles(out_chol)
@@ -224,7 +224,7 @@ class _Wavefront:
         left = torch.bmm(self.in_feedback[first:end, :, :columns], self.out_chol[j, :columns])
         now = self.w[i, j] - torch.bmm(above, v) - left
         codes, errors = torch.empty_like(now), torch.empty_like(now)
-        GRAPHS.run(_round_tiles, (now, self.scale[i, j], self.half[i], u, v), (codes, errors))
+        GRAPHS.run(_round_tiles, (now, self.scale[i, j], self.half_range[i], u, v), (codes, errors))
         self.codes[i, j] = codes
         self.errors.view(len(self.v), -1, TILE, TILE)[j, i] = errors
         self.in_feedback.view(len(self.u), TILE, -1, TILE)[i, :, j] = above.baddbmm_(u.transpose(1, 2), errors)
@@ -236,7 +236,9 @@ def _diagonal_tiles(square: Tensor) -> Tensor:
     return square.view(count, TILE, count, TILE).diagonal(0, 0, 2).permute(2, 0, 1).contiguous()
 
 
-def _round_tiles(now: Tensor, scale: Tensor, half: Tensor, u: Tensor, v: Tensor, codes: Tensor, errors: Tensor) -> None:
+def _round_tiles(
+    now: Tensor, scale: Tensor, half_range: Tensor, u: Tensor, v: Tensor, codes: Tensor, errors: Tensor
+) -> None:
     """Round tiles side by side; the feedback of all earlier tiles is in `now` already.
 
     Flipped left to right, the anti-diagonals of a tile are its diagonals, which torch can view without a
@@ -245,7 +247,7 @@ def _round_tiles(now: Tensor, scale: Tensor, half: Tensor, u: Tensor, v: Tensor,
     now, scale, v = now.flip(2), scale.flip(2), v.flip(1, 2)
     inverse = torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))
     inv_diag = 1 / (u.diagonal(dim1=1, dim2=2)[:, :, None] * v.diagonal(dim1=1, dim2=2)[:, None, :])
-    low, high = -half, half - 1
+    low, high = -half_range, half_range - 1
     flipped_codes, flipped_errors = torch.empty_like(codes), torch.empty_like(errors)
     values = torch.empty_like(codes[:, 0], dtype=torch.float16)
     for step in range(2 * TILE - 1):

@@ -69,8 +69,8 @@ class GroupScale(NamedTuple):
 
     def grid(self, bits: int) -> Grid:
         """The values that weights of this width may have."""
-        half = torch.full((), float(1 << (bits - 1)), device=self.codes.device)
-        return Grid(self.decode(), -half, half - 1)
+        half_range = torch.full((), float(1 << (bits - 1)), device=self.codes.device)
+        return Grid(self.decode(), -half_range, half_range - 1)
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,13 @@ def _maximum_ratios(device: torch.device) -> Tensor:
 
 def _rounding_errors(w: Tensor, scales: Tensor, bits: int, importance: Tensor) -> Tensor:
     """(scales, columns) the weighted squared errors of `w`, rounded with `scales` (scales, columns)."""
-    half = 1 << (bits - 1)
+    half_range = 1 << (bits - 1)
     errors = torch.empty_like(scales)
     step = max(1, (GPU_CHUNK if w.is_cuda else CPU_CHUNK) // w.numel())
     for a in range(0, len(scales), step):
         scale = scales[a : a + step, None]
         inverse = scale.clamp(min=TINY).reciprocal_()  # where the scale is 0, every code decodes to 0
-        error = (w * inverse).round_().clamp_(-half, half - 1).mul_(scale).sub_(w)
+        error = (w * inverse).round_().clamp_(-half_range, half_range - 1).mul_(scale).sub_(w)
         torch.matmul(importance, error.square_(), out=errors[a : a + step])
     return errors
 
@@ -248,7 +248,7 @@ def solve_exl2(
     w: Tensor, f: HessianFactors, groups: Sequence[Group], options: SolverOptions, outputs: OutputFactors | None = None
 ) -> Exl2Solution:
     """The best codes and scales for `w` (inputs, columns); `outputs` where the output Hessian is known."""
-    solution = gptq_only(w, f, groups, options.scale_steps)
+    solution = gptq_exl2(w, f, groups, options.scale_steps)
     target = w[f.perm]
     gradient = f.hessian @ (target - solution.values())
     for left in reversed(range(options.sweeps)):
@@ -257,13 +257,13 @@ def solve_exl2(
             break  # two-sided GPTQ will choose the codes again: only the scales matter
         descend_one_sided(solution.codes, gradient, f.hessian, solution.sizes, solution.grids())
     if outputs is not None:
-        half, scale = solution.half_ranges[solution.group_of], solution.element_scales()
-        codes = gptq_two_sided(target, scale, half, f.inv_chol, outputs)
-        solution.codes = descend_two_sided(codes, target, scale, half, f.hessian, outputs.hessian)
+        half_range, scale = solution.half_ranges[solution.group_of], solution.element_scales()
+        codes = gptq_two_sided(target, scale, half_range, f.inv_chol, outputs)
+        solution.codes = descend_two_sided(codes, target, scale, half_range, f.hessian, outputs.hessian)
     return solution
 
 
-def gptq_only(w: Tensor, f: HessianFactors, groups: Sequence[Group], scale_steps: int) -> Exl2Solution:
+def gptq_exl2(w: Tensor, f: HessianFactors, groups: Sequence[Group], scale_steps: int) -> Exl2Solution:
     """GPTQ with a scale search per group, without descent."""
     codes = torch.empty(len(groups), w.shape[1], dtype=torch.uint8, device=w.device)
     scales = Exl2Scales(codes, torch.empty(len(groups), dtype=torch.float16, device=w.device))
@@ -282,12 +282,6 @@ def rounding_losses(
     choose = MultiWidthSearch(tuple(widths), scale_steps)
     steps = [GroupStep(min(group_size, len(w) - a), choose) for a in range(0, len(w), group_size)]
     return gptq(w.repeat(1, len(widths)), f, steps).losses.chunk(len(widths), 1)
-
-
-def output_losses(w: Tensor, f: HessianFactors, solution: Exl2Solution) -> Tensor:
-    """(columns,) eᵀ H e of each column's error e, H damped."""
-    error = w[f.perm] - solution.values()
-    return (error * (f.hessian @ error)).sum(0)
 
 
 def _fit_scales(s: Exl2Solution, h: Tensor, gradient: Tensor) -> bool:

@@ -9,7 +9,7 @@ layer of the model is in memory at a time. The store has, by the name of the con
     STATE_GRADIENTS   slope.N       the gradients of -log p(sampled token) there; deleted once used
     OUTPUT_GRADIENTS  gradients.N   of layer N, by role: output Hessian G, and `ROLE|care` token weights;
                                     gradients.head
-    PROFILE           profile.ROLE  a matrix's KL costs (JSON)
+    SENSITIVITY       profile.ROLE  a matrix's KL costs (JSON)
     MEASURED          listened      the backward pass is complete (JSON)
     RETRY_TARGET      aim           the KL cost to aim at in the second try for max_kld (JSON)
     HIDDEN_STATES     streams.N     both models' hidden states before layer N
@@ -62,7 +62,7 @@ from .layer_solver import (
 from .matrix_solver import solve_exl2, solve_gptq
 from .options import QuantizeOptions, calibration_name
 from .output import MODEL_CARD, conversion_plan, unquantized_bytes, write_model
-from .sensitivity import Measurement, Profile, parse_profile
+from .sensitivity import Measurement, Sensitivity, parse_sensitivity
 from .step_store import StepStore, damaged_step
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 PASS_TOKENS = 4096
 """Tokens that go through a layer together."""
 
-IDS, PROFILE, MEASURED, RETRY_TARGET = "ids", "profile", "listened", "aim"
+IDS, SENSITIVITY, MEASURED, RETRY_TARGET = "ids", "profile", "listened", "aim"
 STATES, STATE_GRADIENTS, OUTPUT_GRADIENTS = "state", "slope", "gradients"
 HIDDEN_STATES, SOLVED = "streams", "layer"
 
@@ -222,7 +222,7 @@ def measure_sensitivity(ctx: QuantContext, batches: list[Batch], existing: Measu
     ctx.report_progress(0, "measuring")
     if store.load_json(MEASURED):
         ctx.report_progress(depth * (FORWARD_UNITS + BACKWARD_UNITS), "measuring")
-        return existing or _collect_profiles(ctx)
+        return existing or _saved_measurement(ctx)
     start = next((i for i in range(depth + 1) if store.has(f"{STATE_GRADIENTS}.{i}")), depth)
     grads = (
         store.load(f"{STATE_GRADIENTS}.{start}")
@@ -231,11 +231,11 @@ def measure_sensitivity(ctx: QuantContext, batches: list[Batch], existing: Measu
     )
     ctx.report_progress(depth * FORWARD_UNITS + (depth - start) * BACKWARD_UNITS, "measuring")
     for i in reversed(range(start)):
-        grads = _backward_layer(ctx, batches, i, grads, profiles=existing is None)
+        grads = _backward_layer(ctx, batches, i, grads, measure=existing is None)
         ctx.report_progress(BACKWARD_UNITS, f"measuring layer {i}")
     store.save_json(MEASURED, True)
     store.delete(f"{STATE_GRADIENTS}.0", f"{STATES}.0")
-    return existing or _collect_profiles(ctx)
+    return existing or _saved_measurement(ctx)
 
 
 def _by_key(batches: list[Batch]) -> dict[str, Batch]:
@@ -282,7 +282,7 @@ def _forward_pass(ctx: QuantContext, batches: list[Batch]) -> dict[str, Tensor]:
 
 
 def _backward_layer(
-    ctx: QuantContext, batches: list[Batch], layer: int, grads: dict[str, Tensor], *, profiles: bool
+    ctx: QuantContext, batches: list[Batch], layer: int, grads: dict[str, Tensor], *, measure: bool
 ) -> dict[str, Tensor]:
     """The gradients before a layer from those behind it; saves what its matrices' hooks found."""
     store, solver = ctx.store, ctx.options.solver
@@ -299,41 +299,41 @@ def _backward_layer(
             saved[role] = (stats.gradient_sum / stats.gradient_sum.diagonal().mean().clamp(min=1e-30)).half()
         if ".experts." not in role:
             saved[f"{role}{TOKEN_WEIGHTS}"] = torch.cat(stats.token_weights)
-        if profiles:
+        if measure:
             w = ctx.loader.linears[role].weight.T.contiguous()
-            profile = sensitivity.measure_profile(w, stats, solver.damping, solver.output_damping, role)
-            store.save_json(f"{PROFILE}.{role}", profile.to_json())
+            costs = sensitivity.measure_matrix(w, stats, solver.damping, solver.output_damping, role)
+            store.save_json(f"{SENSITIVITY}.{role}", costs.to_json())
     store.save(f"{OUTPUT_GRADIENTS}.{layer}", saved)
     store.save(f"{STATE_GRADIENTS}.{layer}", before)
     store.delete(f"{STATE_GRADIENTS}.{layer + 1}", f"{STATES}.{layer + 1}")
     return before
 
 
-def _collect_profiles(ctx: QuantContext) -> Measurement:
-    """The measurement from the saved profiles."""
-    profiles: dict[str, Profile] = {}
+def _saved_measurement(ctx: QuantContext) -> Measurement:
+    """The measurement from the saved sensitivities."""
+    sensitivities: dict[str, Sensitivity] = {}
     roles = [m.role for m in quantized_matrices(ctx.model)]
     for role in roles:
-        raw = ctx.store.load_json(f"{PROFILE}.{role}")
+        raw = ctx.store.load_json(f"{SENSITIVITY}.{role}")
         if raw is not None:
-            path = ctx.store.folder / f"{PROFILE}.{role}.json"
+            path = ctx.store.folder / f"{SENSITIVITY}.{role}.json"
             try:
-                profiles[role] = parse_profile(raw, path, role)
+                sensitivities[role] = parse_sensitivity(raw, path, role)
             except InputError as error:
                 raise damaged_step(path, error) from error
     for role in roles:
-        if role not in profiles:
-            profiles[role] = _sibling_profile(role, profiles)
-    return Measurement.from_profiles(profiles, ctx.model)
+        if role not in sensitivities:
+            sensitivities[role] = _sibling_sensitivity(role, sensitivities)
+    return Measurement.from_sensitivities(sensitivities, ctx.model)
 
 
-def _sibling_profile(role: str, profiles: Mapping[str, Profile]) -> Profile:
-    """For an expert that no token was routed to: the profile of another expert of its layer."""
+def _sibling_sensitivity(role: str, sensitivities: Mapping[str, Sensitivity]) -> Sensitivity:
+    """The sensitivity of an expert that no token was routed to: that of another expert of its layer."""
     before, _, rest = role.partition(".experts.")
     part = rest.rpartition(".")[2]
-    for other, profile in profiles.items():
+    for other, costs in sensitivities.items():
         if other.startswith(f"{before}.experts.") and other.endswith(f".{part}"):
-            return profile
+            return costs
     raise InputError(f"{role}: no token of the calibration text reached it. Calibrate with more text.")
 
 
@@ -344,7 +344,7 @@ def allocate_bits(ctx: QuantContext, measurement: Measurement) -> dict[str, Reci
     """The recipe of every matrix, by role: the least KL cost for a budget, or the fewest bits for max_kld."""
     options, candidate_sets = ctx.options, measurement.candidate_sets
     if options.max_kld is not None:
-        if not measurement.profiles:
+        if not measurement.sensitivities:
             raise InputError("max_kld needs a measurement by exlm: exllamav2's has no KL divergence in it.")
         target = _retry_target(ctx)
         limit = max(target, min_kl_cost(candidate_sets)) if target else options.max_kld

@@ -4,11 +4,11 @@ Let g be the gradient, at a matrix's outputs, of the log-probability of a token 
 distribution. Then G = mean of g gᵀ is the Fisher information there, which is the curvature of the KL
 divergence from the float model; with the input Hessian H = mean of |g|² x xᵀ / mean of |g|², rounding errors
 E cost tr(G Eᵀ H E) / 2 nats per token, to second order. One backward pass through the model, a layer at a
-time, gives G and H of every matrix; rounding the matrix to a few widths then gives its `Profile`. In which
-order layers come, and what is kept on disk, is decided in `pipeline`.
+time, gives G and H of every matrix; rounding the matrix to a few widths then gives its `Sensitivity`. In
+which order layers come, and what is kept on disk, is decided in `pipeline`.
 
-A `Measurement` holds the profiles of all matrices. It serves any target and can be saved; measurement.json of
-exllamav2's converter is read as well.
+A `Measurement` holds the sensitivities of all matrices. It serves any target and can be saved; measurement.json
+of exllamav2's converter is read as well.
 """
 
 from __future__ import annotations
@@ -171,11 +171,11 @@ def output_factors(gradients: Tensor, damping: float) -> OutputFactors | None:
     return None if inv_chol is None else OutputFactors(perm, inv_chol, g)
 
 
-# -- profiles --------------------------------------------------------------------------------------
+# -- one matrix ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Profile:
+class Sensitivity:
     """One matrix: for each width, the KL cost of every block of stored rows, in groups of 64 rows.
 
     `group_size_factors` has, for some widths, the factor by which each group size changes the cost.
@@ -197,7 +197,7 @@ class Profile:
         return {"harms": {str(width): list(costs) for width, costs in self.kl_costs.items()}, "sizes": sizes}
 
     @classmethod
-    def from_json(cls, raw: Any) -> Profile:
+    def from_json(cls, raw: Any) -> Sensitivity:
         """From a file; in files of version 1 the group size factors hold for all widths."""
         costs = {int(width): tuple(map(float, blocks)) for width, blocks in raw["harms"].items()}
         sizes = raw["sizes"]
@@ -206,7 +206,7 @@ class Profile:
         return cls(costs, {int(w): {int(size): float(f) for size, f in one.items()} for w, one in sizes.items()})
 
 
-def measure_profile(w: Tensor, stats: FisherStats, damping: float, output_damping: float, where: str) -> Profile:
+def measure_matrix(w: Tensor, stats: FisherStats, damping: float, output_damping: float, where: str) -> Sensitivity:
     """The KL cost of every width for `w` (inputs, columns), from rounding it with GPTQ."""
     tokens = max(1, stats.tokens)
     g = stats.gradient_sum / tokens
@@ -235,20 +235,20 @@ def measure_profile(w: Tensor, stats: FisherStats, damping: float, output_dampin
         others = block_costs(size, *PROBE_BITS) if size != BASE_GROUP_SIZE else {}
         for width, cost in others.items():
             sizes[width][size] = float(cost.sum()) / totals[width]
-    return Profile({width: costs[width].tolist() for width in sorted(costs)}, sizes)
+    return Sensitivity({width: costs[width].tolist() for width in sorted(costs)}, sizes)
 
 
-def parse_profile(raw: Any, path: Path, role: str) -> Profile:
-    """One matrix's profile from a file; `InputError` if it is not what `to_json` gives."""
+def parse_sensitivity(raw: Any, path: Path, role: str) -> Sensitivity:
+    """One matrix's sensitivity from a file; `InputError` if it is not what `to_json` gives."""
     try:
-        profile = Profile.from_json(raw)
-        sizes = profile.group_size_factors
-        if set(profile.kl_costs) != set(BIT_WIDTHS) or not sizes or not all(sizes.values()):
-            raise ValueError(f"widths {sorted(profile.kl_costs)}, group sizes {sizes}")
+        sensitivity = Sensitivity.from_json(raw)
+        sizes = sensitivity.group_size_factors
+        if set(sensitivity.kl_costs) != set(BIT_WIDTHS) or not sizes or not all(sizes.values()):
+            raise ValueError(f"widths {sorted(sensitivity.kl_costs)}, group sizes {sizes}")
         factors = chain.from_iterable(one.values() for one in sizes.values())
-        if not all(map(math.isfinite, chain(factors, *profile.kl_costs.values()))):
+        if not all(map(math.isfinite, chain(factors, *sensitivity.kl_costs.values()))):
             raise ValueError("a cost that is not a finite number")
-        return profile
+        return sensitivity
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{path}: the measurement of {role} is malformed ({error!r}).") from error
 
@@ -265,16 +265,16 @@ class Measurement:
     """All matrices of a model's layers, as candidates for the bit allocation."""
 
     candidate_sets: tuple[CandidateSet, ...]
-    profiles: Mapping[str, Profile]  # by role; empty for a measurement.json of exllamav2
+    sensitivities: Mapping[str, Sensitivity]  # by role; empty for a measurement.json of exllamav2
 
     @classmethod
-    def from_profiles(cls, profiles: Mapping[str, Profile], model: spec.Model) -> Measurement:
+    def from_sensitivities(cls, sensitivities: Mapping[str, Sensitivity], model: spec.Model) -> Measurement:
         """One candidate set for each matrix."""
-        return cls(tuple(_candidates(m, profiles[m.role]) for m in quantized_matrices(model)), profiles)
+        return cls(tuple(_candidates(m, sensitivities[m.role]) for m in quantized_matrices(model)), sensitivities)
 
     def save(self, path: Path) -> None:
-        """Write the profiles, for other targets."""
-        table = {role: profile.to_json() for role, profile in self.profiles.items()}
+        """Write the sensitivities, for other targets."""
+        table = {role: sensitivity.to_json() for role, sensitivity in self.sensitivities.items()}
         text = json.dumps({"exlm_measurement": 2, "matrices": table}) + "\n"
         try:
             path.write_text(text, encoding="utf-8")
@@ -299,21 +299,21 @@ class Measurement:
         table = raw.get("matrices")
         if not isinstance(table, dict):
             raise InputError(f"{path}: expected a table of profiles in `matrices`, found {table!r:.80}.")
-        profiles = {role: parse_profile(one, path, role) for role, one in table.items()}
-        if profiles.keys() != wanted.keys():
-            odd = sorted(profiles.keys() ^ wanted.keys())[0]
+        sensitivities = {role: parse_sensitivity(one, path, role) for role, one in table.items()}
+        if sensitivities.keys() != wanted.keys():
+            odd = sorted(sensitivities.keys() ^ wanted.keys())[0]
             raise InputError(f"{path} was made for another model: {odd} is in only one of the two.")
-        for role, profile in profiles.items():
+        for role, sensitivity in sensitivities.items():
             blocks = wanted[role].in_features // BLOCK_ROWS
-            found = {len(costs) for costs in profile.kl_costs.values()}
+            found = {len(costs) for costs in sensitivity.kl_costs.values()}
             if found != {blocks}:
                 raise InputError(f"{path}: {role} has {blocks} blocks of rows, the measurement {found}.")
-        return cls.from_profiles(profiles, model)
+        return cls.from_sensitivities(sensitivities, model)
 
 
-def _candidates(matrix: Matrix, profile: Profile) -> CandidateSet:
+def _candidates(matrix: Matrix, sensitivity: Sensitivity) -> CandidateSet:
     """Every distinct way to store one matrix."""
-    kl_cost = cache(profile.kl_cost)  # recipes share most of their groups
+    kl_cost = cache(sensitivity.kl_cost)  # recipes share most of their groups
     seen: dict[tuple[Group, ...], Candidate] = {}
     for recipe in candidate_recipes():
         groups = recipe.groups(matrix.in_features)
