@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exlm.bench.shapes import SHAPES, Shape
-from exlm.bench.synthetic import Dense, Exl2, RandomTensors, write_model_folder
+from exlm.bench.synthetic import RandomTensors, SyntheticDense, SyntheticExl2, write_model_folder
 from exlm.checkpoint import save_sharded
 from exlm.formats import DenseWeight, PackedWeight, exl2
 
@@ -26,15 +26,15 @@ LLAMA_7B = SHAPES["llama-2-7b"]
 
 def write_exl2(folder: Path, shape: Shape, bits: float = 4.1, *, shared_layers: bool = False) -> Path:
     """Write an EXL2 model; with `shared_layers` all layers have the same weights, which is faster."""
-    return _write(folder, shape, Exl2(bits), shared_layers)
+    return _write(folder, shape, SyntheticExl2(bits), shared_layers)
 
 
 def write_dense(folder: Path, shape: Shape) -> Path:
     """Write a float16 model."""
-    return _write(folder, shape, Dense(), shared_layers=False)
+    return _write(folder, shape, SyntheticDense(), shared_layers=False)
 
 
-def _write(folder: Path, shape: Shape, fmt: Exl2 | Dense, shared_layers: bool) -> Path:
+def _write(folder: Path, shape: Shape, fmt: SyntheticExl2 | SyntheticDense, shared_layers: bool) -> Path:
     # Through JSON and back: tuples would not equal the lists that come from the file.
     content = {"format": repr(fmt), "shape": asdict(shape), "shared_layers": shared_layers}
     content = json.loads(json.dumps(content))
@@ -45,7 +45,7 @@ def _write(folder: Path, shape: Shape, fmt: Exl2 | Dense, shared_layers: bool) -
     done.unlink(missing_ok=True)
     save_sharded(folder, _tensors(shape, fmt, shared_layers), shard_bytes=SHARD_BYTES, overwrite=True)
     write_model_folder(folder, shape, shape.positions)
-    if isinstance(fmt, Exl2):
+    if isinstance(fmt, SyntheticExl2):
         config = shape.config()
         config["quantization_config"] = {"quant_method": "exl2", "head_bits": fmt.head_bits}
         (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -53,7 +53,7 @@ def _write(folder: Path, shape: Shape, fmt: Exl2 | Dense, shared_layers: bool) -
     return folder
 
 
-def _tensors(shape: Shape, fmt: Exl2 | Dense, shared_layers: bool) -> Iterator[tuple[str, Tensor]]:
+def _tensors(shape: Shape, fmt: SyntheticExl2 | SyntheticDense, shared_layers: bool) -> Iterator[tuple[str, Tensor]]:
     random = RandomTensors(0, torch.device("cpu"))
 
     def norm(name: str) -> tuple[str, Tensor]:

@@ -14,9 +14,9 @@ from exlm import BadFile, InputError, MissingExtra
 from exlm.bench import comparison, report
 from exlm.bench.benchmark import BenchmarkConfig, measure_roofline
 from exlm.bench.benchmark import run as run_benchmark
-from exlm.bench.report import EngineResult, Measurement, Report, bound
+from exlm.bench.report import BenchmarkRow, EngineResult, Report, bound
 from exlm.bench.synthetic import CYCLE_LENGTH
-from exlm.bench.workload import prompt_ids, tokens_needed
+from exlm.bench.timing import prompt_ids, tokens_needed
 from exlm.cli.__main__ import app
 from tests import tiny
 
@@ -103,8 +103,8 @@ def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
     from exlm.bench import save_plot
 
     rows = (
-        Measurement("decode", "fp32", 8, 1, 10.0, 0.1, 100, 0.5, 0.1, 0.1, "memory"),
-        Measurement("decode", "q4", 8, 1),
+        BenchmarkRow("decode", "fp32", 8, 1, 10.0, 0.1, 100, 0.5, 0.1, 0.1, "memory"),
+        BenchmarkRow("decode", "q4", 8, 1),
     )
     result = Report("tiny", "exl2", 1, 1, 4.1, "CPU", ("cpu",), 1, 0.1, None, 1, 1.0, 1.0, rows)
     target = tmp_path / "plot.png"
@@ -117,7 +117,7 @@ def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
 
 
 def test_results_of_a_run_are_drawn_beside_other_engines(tmp_path: Path) -> None:
-    rows = (Measurement("decode", "fp32", 8, 1, 10.0, 0.1, 100, 0.5, 0.1, 0.1, "memory"),)
+    rows = (BenchmarkRow("decode", "fp32", 8, 1, 10.0, 0.1, 100, 0.5, 0.1, 0.1, "memory"),)
     peers = (EngineResult("exlm", {"decode": [30.0, 10.0, 20.0]}), EngineResult("other engine", {"decode": [5.0]}))
     report = Report("tiny", "exl2", 1, 1, 4.1, "CPU", ("cpu",), 1, 0.1, None, 1, 1.0, 1.0, rows, {"cpu": "x"}, peers)
     results, target = tmp_path / "results.json", tmp_path / "plot.svg"
@@ -142,7 +142,7 @@ def test_missing_matplotlib_is_reported_before_measuring(tmp_path: Path, monkeyp
 
 def test_every_batch_at_the_first_context_and_every_context_with_the_first_batch() -> None:
     config = BenchmarkConfig(shape="tiny", batches=(1, 8), contexts=(512, 8000), caches=("fp16", "q8"))
-    found = [(row.cache, row.context, row.batch) for row in config.measurements()[1:]]
+    found = [(row.cache, row.context, row.batch) for row in config.planned_rows()[1:]]
     assert found == [(cache, *rest) for cache in ("fp16", "q8") for rest in ((512, 1), (512, 8), (8000, 1))]
     assert config.longest_sequence > 8000
 
@@ -216,7 +216,7 @@ def test_a_broken_amx_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from exlm.env import OnednnIsaCap
 
     for guard, words in (
-        (OnednnIsaCap("half", True), "told to stay below"),
+        (OnednnIsaCap("half", True), "limited to older instructions"),
         (OnednnIsaCap("half", False), "set already"),
         (OnednnIsaCap("whole", False), "usable"),
         (OnednnIsaCap("none", False), "not announced"),

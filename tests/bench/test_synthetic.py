@@ -7,7 +7,7 @@ import torch
 
 from exlm import InputError
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import Exl2, RandomTensors, SyntheticCheckpoint, SyntheticFormat, synthetic_format
+from exlm.bench.synthetic import RandomTensors, SyntheticCheckpoint, SyntheticExl2, SyntheticFormat, synthetic_format
 from exlm.formats import DenseWeight, PackedWeight, exl2, gptq
 
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("bits", [2.2, 3.0, 4.1, 4.65, 5.5, 6.5, 7.5])
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "tinyllama-1.1b"])
 def test_exl2_has_the_requested_bits(name: str, bits: float) -> None:
-    made = Exl2(bits)
+    made = SyntheticExl2(bits)
     stored = numbers = 0
     for _, inputs, outputs in SHAPES[name].matrices():
         segments = made.segments(inputs, outputs, head=False)
@@ -29,14 +29,14 @@ def test_exl2_has_the_requested_bits(name: str, bits: float) -> None:
 
 
 def test_a_7b_at_4_1_bits_reads_as_many_bytes_as_exllamav2() -> None:
-    shape, made = SHAPES["llama-2-7b"], Exl2()
+    shape, made = SHAPES["llama-2-7b"], SyntheticExl2()
     layers = sum(made.nbytes(inputs, outputs, head=False) for _, inputs, outputs in shape.matrices())
     total = shape.layers * layers + made.nbytes(shape.hidden, shape.vocab, head=True)
     assert total / 1e9 == pytest.approx(3.46, rel=0.02)
 
 
 def test_nbytes_of_exl2_is_its_size_in_files() -> None:
-    made = Exl2(4.3)
+    made = SyntheticExl2(4.3)
     weight = made.weight(512, 96, RandomTensors(1, CPU), False, 512**-0.5)
     assert isinstance(weight, PackedWeight)
     tensors = exl2.write(weight)

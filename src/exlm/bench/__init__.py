@@ -12,7 +12,7 @@ from ..lazy import lazy_exports
 if TYPE_CHECKING:
     from .benchmark import BenchmarkConfig, run
     from .comparison import ENGINES, compare
-    from .report import EngineResult, Measurement, Report, require_matplotlib, save_comparison_plot, save_plot
+    from .report import BenchmarkRow, EngineResult, Report, require_matplotlib, save_comparison_plot, save_plot
     from .shapes import FORMATS, SHAPES, Shape
     from .system_info import describe_hardware, describe_system
     from .tuning import TuningResult, tune
@@ -21,7 +21,7 @@ _EXPORTS = {
     "benchmark": ("BenchmarkConfig", "run"),
     "system_info": ("describe_hardware", "describe_system"),
     "comparison": ("ENGINES", "compare"),
-    "report": ("EngineResult", "Measurement", "Report", "require_matplotlib", "save_comparison_plot", "save_plot"),
+    "report": ("EngineResult", "BenchmarkRow", "Report", "require_matplotlib", "save_comparison_plot", "save_plot"),
     "shapes": ("FORMATS", "SHAPES", "Shape"),
     "tuning": ("TuningResult", "tune"),
 }
@@ -31,8 +31,8 @@ __all__ = [
     "FORMATS",
     "SHAPES",
     "BenchmarkConfig",
+    "BenchmarkRow",
     "EngineResult",
-    "Measurement",
     "Report",
     "Shape",
     "TuningResult",

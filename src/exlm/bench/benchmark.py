@@ -20,11 +20,11 @@ import torch
 
 from .. import CACHES, Cache, Config, InputError, Summary, Tokenizer, env, spec
 from ..model.devices import free_bytes, pick_device
-from .report import Measurement, Report, bound
+from .report import BenchmarkRow, Report, bound
 from .shapes import SHAPES
 from .synthetic import SyntheticCheckpoint, synthetic_format, write_model_folder
 from .system_info import describe_hardware, peak_memory, reset_peak_memory, seconds_since_start
-from .workload import TAIL_TOKENS, TimedModel, Timing, Workload, free_memory, tokens_needed
+from .timing import TAIL_TOKENS, TimedGenerator, TimedModel, Timing, free_memory, tokens_needed
 
 PROMPT_REPEATS = 3
 """Prompts that are timed, whose median counts, and as many before them for warm-up: CUDA graphs are captured
@@ -72,13 +72,13 @@ class BenchmarkConfig:
         """Tokens of the longest sequence."""
         return max(self.prompt, *self.contexts) + self.tokens + TAIL_TOKENS
 
-    def measurements(self) -> list[Measurement]:
-        """The measurements to make, in order, without results."""
+    def planned_rows(self) -> list[BenchmarkRow]:
+        """The rows to measure, in order, without results."""
         first, *longer = self.contexts
         sizes = [(batch, first) for batch in self.batches]
         sizes += [(self.batches[0], context) for context in longer]
-        return [Measurement("prompt", self.caches[0], self.prompt, 1)] + [
-            Measurement(work, cache, context, batch)
+        return [BenchmarkRow("prompt", self.caches[0], self.prompt, 1)] + [
+            BenchmarkRow(work, cache, context, batch)
             for cache in self.caches
             for batch, context in sizes
             for work in (("decode", "ngram") if self.ngram else ("decode",))
@@ -96,7 +96,7 @@ def run(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: None
     """Make all measurements."""
     env.cap_onednn_isa()  # must come before torch computes anything
     device = pick_device(config.device or env.default_device())
-    planned = config.measurements()
+    planned = config.planned_rows()
     total = len(planned) + 3
     on_progress("loading", 0, total)
     with loaded_model(config, device) as (model, load_seconds):
@@ -154,7 +154,7 @@ def _check_length(config: BenchmarkConfig, model_config: Config) -> None:
 
 def _generate_first_token(model: TimedModel, tokenizer: Tokenizer) -> float | None:
     """Generate a token; returns the seconds from the start of this process."""
-    Workload(model, tokenizer, Cache(model, max_seq_len=256), 1).prompt(8)
+    TimedGenerator(model, tokenizer, Cache(model, max_seq_len=256), 1).time_prompt(8)
     return seconds_since_start()
 
 
@@ -171,7 +171,7 @@ class _Benchmark:
     bytes_per_step: int  # of the weights that a decode step reads
     fmas_per_token: int
 
-    def measure(self, row: Measurement) -> Measurement:
+    def measure(self, row: BenchmarkRow) -> BenchmarkRow:
         """Make one measurement; it is returned without results if its cache does not fit."""
         config, cache_class = self.config, CACHES[row.cache]
         # Every timed prompt is a different one, so that none is found in the prefix cache.
@@ -182,16 +182,16 @@ class _Benchmark:
         if cache_bytes + MEMORY_RESERVE > free_bytes(self.device):
             return row
         cache = cache_class(self.model, max_seq_len=tokens)
-        work = Workload(self.model, self.tokenizer, cache, row.batch, row.work == "ngram")
+        timed = TimedGenerator(self.model, self.tokenizer, cache, row.batch, row.work == "ngram")
         if row.work == "prompt":
-            timings = [work.prompt(row.context, row=other) for other in range(2 * PROMPT_REPEATS)]
+            timings = [timed.time_prompt(row.context, row=other) for other in range(2 * PROMPT_REPEATS)]
             return self._with_results(row, sorted(timings[PROMPT_REPEATS:])[PROMPT_REPEATS // 2], 0.0, row.context)
         before = max(1, row.context - config.tokens // 2)  # centre the timed steps on the context
-        timing = work.decode(row.batch, before, config.tokens, config.ngram)
+        timing = timed.time_decode(row.batch, before, config.tokens, config.ngram)
         tokens_read = row.batch * (before + config.tokens / 2)
         return self._with_results(row, timing, cache_bytes / tokens * tokens_read, row.batch)
 
-    def _with_results(self, row: Measurement, timing: Timing, cache_bytes: float, tokens: int) -> Measurement:
+    def _with_results(self, row: BenchmarkRow, timing: Timing, cache_bytes: float, tokens: int) -> BenchmarkRow:
         """The measurement of steps that each read `cache_bytes` of KV cache and compute so many `tokens`."""
         step = timing.seconds / timing.steps
         read = self.bytes_per_step + round(cache_bytes)
@@ -212,7 +212,7 @@ class _Benchmark:
         )
 
     def report(
-        self, rows: tuple[Measurement, ...], load_seconds: float, first_token: float | None, memory: int
+        self, rows: tuple[BenchmarkRow, ...], load_seconds: float, first_token: float | None, memory: int
     ) -> Report:
         """The measurements with the facts about the model and the machine."""
         config, summary, device = self.config, self.summary, self.device

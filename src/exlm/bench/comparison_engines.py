@@ -23,6 +23,16 @@ def prompt_ids(row: int, count: int = PROMPT) -> list[int]:
     return [100 + (7919 * (i + 1) * (row + 3)) % 40000 for i in range(count)]
 
 
+def measure_latencies(started: float, run: Callable[[list[int], int], tuple[float, float]]) -> Metrics:
+    """`run(prompt, new)` returns the seconds to the first new token, and from there to the last."""
+    run(prompt_ids(90, 8), 1)
+    metrics = {"first": time.time() - started}
+    run(prompt_ids(91), 4)
+    metrics["prompt"] = PROMPT / run(prompt_ids(0), 1)[0]
+    metrics["decode"] = (NEW - 1) / run(prompt_ids(1, 32), NEW)[1]
+    return metrics
+
+
 def exlm(model: str, threads: int, started: float) -> Metrics:
     """exlm, through its generator."""
     import torch
@@ -36,7 +46,7 @@ def exlm(model: str, threads: int, started: float) -> Metrics:
     loaded.load()
     generator = Generator(loaded, Cache(loaded, max_seq_len=4096), Tokenizer(loaded.config))
 
-    def run(prompts: list[list[int]], new: int) -> tuple[float, float]:
+    def run(new: int, *prompts: list[int]) -> tuple[float, float]:
         """Seconds until every prompt has its first token, and from there to the end."""
         start = time.perf_counter()
         jobs = [Job(torch.tensor([prompt]), new, gen_settings=Settings.greedy()) for prompt in prompts]
@@ -48,12 +58,8 @@ def exlm(model: str, threads: int, started: float) -> Metrics:
             generator.iterate()
         return first - start, time.perf_counter() - first
 
-    run([prompt_ids(90, 8)], 1)
-    metrics = {"first": time.time() - started}
-    run([prompt_ids(91)], 4)
-    metrics["prompt"] = PROMPT / run([prompt_ids(0)], 1)[0]
-    metrics["decode"] = (NEW - 1) / run([prompt_ids(1, 32)], NEW)[1]
-    metrics["batch"] = ROWS * (NEW - 1) / run([prompt_ids(row + 2, 32) for row in range(ROWS)], NEW)[1]
+    metrics = measure_latencies(started, lambda prompt, new: run(new, prompt))
+    metrics["batch"] = ROWS * (NEW - 1) / run(NEW, *(prompt_ids(row + 2, 32) for row in range(ROWS)))[1]
     return metrics
 
 
@@ -127,15 +133,10 @@ def onnxruntime(model: str, threads: int, started: float) -> Metrics:
             generator.generate_next_token()
         return first - start, time.perf_counter() - first
 
-    run(prompt_ids(90, 8), 1)
-    metrics = {"first": time.time() - started}
-    run(prompt_ids(91), 4)
-    metrics["prompt"] = PROMPT / run(prompt_ids(0), 1)[0]
-    metrics["decode"] = (NEW - 1) / run(prompt_ids(1, 32), NEW)[1]
-    return metrics
+    return measure_latencies(started, run)
 
 
-ENGINES: dict[str, Callable[[str, int, float], Metrics]] = {
+RUNNERS: dict[str, Callable[[str, int, float], Metrics]] = {
     "exlm": exlm,
     "llama.cpp": llama_cpp,
     "onnxruntime-genai": onnxruntime,
@@ -154,7 +155,7 @@ def peak_memory_mb() -> float:
 def main() -> None:
     """Run an engine and write its metrics."""
     engine, model, threads, started, output = sys.argv[1:]
-    metrics = ENGINES[engine](model, int(threads), float(started))
+    metrics = RUNNERS[engine](model, int(threads), float(started))
     Path(output).write_text(json.dumps({**metrics, "peak": peak_memory_mb()}))
 
 

@@ -35,8 +35,8 @@ _JSON_KEYS = {
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """The speed of one kind of work at one size; shares are between 0 and 1."""
+class BenchmarkRow:
+    """The speed of one kind of work at one size, or a plan to measure it; shares are between 0 and 1."""
 
     work: str  # "prompt", "decode", or "ngram": decode with n-gram speculation
     cache: str
@@ -77,7 +77,7 @@ class Report:
     peak_memory: int  # bytes
     bandwidth: float  # bytes/s of the device
     flops: float  # GEMM operations/s of the device
-    rows: tuple[Measurement, ...]
+    rows: tuple[BenchmarkRow, ...]
     system: dict[str, str] = field(default_factory=dict)
     peers: tuple[EngineResult, ...] = ()
 
@@ -90,14 +90,14 @@ class Report:
         """Read what `--json` wrote; raises BadFile."""
         try:
             data = _from_keys(cls, json.loads(path.read_text(encoding="utf-8")))
-            data["rows"] = tuple(Measurement(**_from_keys(Measurement, row)) for row in data["rows"])
+            data["rows"] = tuple(BenchmarkRow(**_from_keys(BenchmarkRow, row)) for row in data["rows"])
             data["peers"] = tuple(EngineResult(**peer) for peer in data["peers"])
             return cls(**{**data, "backends": tuple(data["backends"])})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadFile(f"{path} holds no results of `exlm bench --json`: {type(error).__name__} {error}.") from None
 
 
-def _from_keys(kind: type[Measurement] | type[Report], data: dict[str, Any]) -> dict[str, Any]:
+def _from_keys(kind: type[BenchmarkRow] | type[Report], data: dict[str, Any]) -> dict[str, Any]:
     """A dataclass's values by field name, from the keys of the JSON file."""
     return {one.name: data[_JSON_KEYS.get(one.name, one.name)] for one in fields(kind)}
 

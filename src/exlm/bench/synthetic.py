@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 from zlib import crc32
 
 import torch
@@ -64,6 +64,8 @@ class RandomTensors:
 class SyntheticFormat(Protocol):
     """A format with its number of bits."""
 
+    name: ClassVar[str]
+
     def weight(self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float) -> Weight:
         """A random matrix with about this standard deviation; `head`: it is the LM head's."""
         ...
@@ -74,9 +76,10 @@ class SyntheticFormat(Protocol):
 
 
 @dataclass(frozen=True)
-class Exl2:
+class SyntheticExl2:
     """EXL2: several widths with a given average, widest first; the head has its own width."""
 
+    name: ClassVar[str] = "exl2"
     bits: float = 4.1
     head_bits: int = 6
 
@@ -128,9 +131,10 @@ class Exl2:
 
 
 @dataclass(frozen=True)
-class Gptq:
+class SyntheticGptq:
     """GPTQ: one width, groups of 128 with zero points; the head stays float16, as GPTQ tools leave it."""
 
+    name: ClassVar[str] = "gptq"
     bits: int = 4
 
     def weight(self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float) -> Weight:
@@ -153,9 +157,10 @@ class Gptq:
 
 
 @dataclass(frozen=True)
-class Gguf:
+class SyntheticGguf:
     """GGUF: a K-quant if inputs are a multiple of 256, else blocks of 32; the head in Q6_K or Q8_0."""
 
+    name: ClassVar[str] = "gguf"
     kind: str = "Q4_K"
     legacy_kind: str = "Q4_1"  # where inputs are no multiple of 256
 
@@ -206,8 +211,10 @@ class Gguf:
 
 
 @dataclass(frozen=True)
-class Dense:
+class SyntheticDense:
     """Dense float16."""
+
+    name: ClassVar[str] = "dense"
 
     def weight(self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float) -> Weight:
         """Normally distributed values."""
@@ -227,18 +234,18 @@ def synthetic_format(name: str, bits: float | None = None) -> SyntheticFormat:
         raise InputError(f"The format must be one of {', '.join(FORMATS)}, found {name!r}.")
     wanted = FORMATS[name] if bits is None else bits
     if name == "exl2":
-        return Exl2(wanted)
+        return SyntheticExl2(wanted)
     if name == "gguf":
         if wanted not in _GGUF_TYPES:
             raise InputError(f"GGUF types here have {', '.join(map(str, _GGUF_TYPES))} bits, found {wanted}.")
-        return Gguf(*_GGUF_TYPES[wanted])
+        return SyntheticGguf(*_GGUF_TYPES[wanted])
     if name == "gptq":
         if wanted not in (2, 3, 4, 8):
             raise InputError(f"GPTQ has 2, 3, 4 or 8 bits, found {wanted}.")
-        return Gptq(int(wanted))
+        return SyntheticGptq(int(wanted))
     if wanted != 16:
         raise InputError(f"Dense weights have 16 bits, found {wanted}.")
-    return Dense()
+    return SyntheticDense()
 
 
 def group_sizes(rows: int, size: int) -> tuple[int, ...]:
@@ -288,7 +295,7 @@ class SyntheticCheckpoint:
         inputs, outputs = self._sizes[role]
         if role == "embed" or role.endswith(".router"):  # no tool quantises these
             return "dense float16", 2 * inputs * outputs
-        return type(self._format).__name__.lower(), self._format.nbytes(inputs, outputs, role == "head")
+        return self._format.name, self._format.nbytes(inputs, outputs, role == "head")
 
     def unused(self) -> list[str]:
         """No tensor is unused."""
@@ -329,7 +336,7 @@ class SyntheticCheckpoint:
             return DenseWeight(random.floats(out_features, in_features, 1.0))
         writes_residual = self._repetitive and role.endswith((".o", ".down"))
         deviation = in_features**-0.5 * (_RESIDUAL_SCALE if writes_residual else 1.0)
-        fmt = Dense() if role.endswith(".router") else self._format
+        fmt = SyntheticDense() if role.endswith(".router") else self._format
         weight = fmt.weight(in_features, out_features, random, role == "head", deviation)
         if isinstance(weight, DenseWeight) and dtype is not None:
             return DenseWeight(weight.data.to(dtype))

@@ -108,7 +108,7 @@ def _amx() -> str:
     cap = env.cap_onednn_isa()
     if cap.amx != "half":
         return {"none": "not announced", "whole": "usable"}[cap.amx]
-    done = "oneDNN was told to stay below it" if cap.capped else "oneDNN's limit was set already"
+    done = "oneDNN is limited to older instructions" if cap.capped else "a limit for oneDNN was set already"
     return f"announced, but its description is hidden (a virtual machine's fault): {done}"
 
 

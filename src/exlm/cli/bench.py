@@ -196,7 +196,7 @@ def _table(report: benchmark.Report) -> Table:
     return table
 
 
-def _row_cells(row: benchmark.Measurement) -> list[str]:
+def _row_cells(row: benchmark.BenchmarkRow) -> list[str]:
     shape = [row.work, row.cache, str(row.context), str(row.batch)]
     rate, step, tokens = row.tokens_per_second, row.step_seconds, row.tokens_per_row_step
     if rate is None:

@@ -119,8 +119,8 @@ def prompt_ids(row: int, count: int, vocab: int, repetitive: bool = False) -> to
     return torch.tensor([[low + (7919 * (i + 1) * (row + 3)) % span for i in range(count)]])
 
 
-class Workload:
-    """A generator with a cache of its own."""
+class TimedGenerator:
+    """Times the jobs of a generator that has a cache of its own."""
 
     def __init__(
         self, model: TimedModel, tokenizer: Tokenizer, cache: CacheBase, rows: int, ngram: bool = False
@@ -129,7 +129,7 @@ class Workload:
         self._vocab = model.config.vocab_size
         self._generator = Generator(model, cache, tokenizer, max_batch_size=rows, use_ngram_draft=ngram)
 
-    def prompt(self, length: int, row: int = 0) -> Timing:
+    def time_prompt(self, length: int, row: int = 0) -> Timing:
         """Time a prompt up to its first token."""
         self._forward_timer.reset()
         job = self._job(row, length, 1)
@@ -139,7 +139,7 @@ class Workload:
             self._step()
         return Timing(time.perf_counter() - start, length, 1, self._forward_timer.seconds())
 
-    def decode(self, batch: int, context: int, new: int, repetitive: bool = False) -> Timing:
+    def time_decode(self, batch: int, context: int, new: int, repetitive: bool = False) -> Timing:
         """Time at least `new` tokens for each row of a full batch, after prompts of `context` tokens."""
         jobs = [self._job(row, context, new + TAIL_TOKENS, repetitive) for row in range(batch)]
         self._generator.enqueue(jobs)
