@@ -21,7 +21,7 @@ from benchmarks.synthetic import write_dense
 from exlm import Quality, find_model, quantize_model, validate_exl2
 from exlm.bench.shapes import SHAPES
 
-NAMED_AT_START = ("calibrating", "writing", "judging the result")
+NAMED_AT_START = ("calibrating", "writing", "evaluating the result")
 """Phases that are reported when they begin; all others are reported when they end."""
 
 
@@ -59,7 +59,7 @@ def main() -> None:
         start = time.perf_counter()
         quality = quantize_model(source, target, args.bits, rows=args.rows, device=args.device, progress=timer)
         seconds = time.perf_counter() - start
-        timer(0, 0, "judging the result")
+        timer(0, 0, "checking the files")
         wrong = validate_exl2(target)
         if args.twice:
             again = target.with_name("again")
