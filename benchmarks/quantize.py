@@ -53,7 +53,7 @@ def main() -> None:
     args = parser.parse_args()
     timer = PhaseTimer()
     with tempfile.TemporaryDirectory() as scratch:
-        source = find_model(args.model) if args.model else _random_model(Path(scratch) / "source", args.shape)
+        source = find_model(args.model) if args.model else write_dense(Path(scratch) / "source", SHAPES[args.shape])
         target = Path(scratch) / "model"
         timer(0, 0, "making the source")
         start = time.perf_counter()
@@ -70,11 +70,6 @@ def main() -> None:
     for name, spent in timer.phases.items():
         print(f"{name:<22} {spent:8.1f} s")
     _show(quality, seconds, args.device)
-
-
-def _random_model(folder: Path, shape: str) -> Path:
-    """A float16 model of random weights."""
-    return write_dense(folder, SHAPES[shape])
 
 
 def _weights(folder: Path) -> list[bytes]:

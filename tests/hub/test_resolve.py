@@ -42,7 +42,7 @@ def test_hub_names_are_downloaded(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 5000, "./" + "x" * 5000])
 def test_an_inaccessible_path_is_reported(name: str) -> None:
-    with pytest.raises(ModelNotFound, match=r"cannot be looked at \(File name too long\)"):
+    with pytest.raises(ModelNotFound, match=r"cannot be accessed \(File name too long\)"):
         find_model(name)
 
 
@@ -62,7 +62,7 @@ def test_a_path_object_is_never_a_hub_name() -> None:
 
 def test_the_existing_part_of_a_path_is_reported() -> None:
     Path("models/llama").mkdir(parents=True)
-    with pytest.raises(ModelNotFound, match=r"\(models/llama is there, 8b in it is not\)"):
+    with pytest.raises(ModelNotFound, match=r"\(models/llama exists, 8b in it does not\)"):
         find_model("models/llama/8b/exl2")
 
 

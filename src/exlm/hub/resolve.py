@@ -51,8 +51,8 @@ def _default_model(progress: bool) -> Path:
     models = env.cache_folder() / "models"
     if (found := find_complete(SMOLLM2, models)) is not None:
         return found
-    with progress_bars(progress) as step:
-        return fetch(SMOLLM2, models, start_step=step)
+    with progress_bars(progress) as start_step:
+        return fetch(SMOLLM2, models, start_step=start_step)
 
 
 def _as_path(name: str | Path) -> Path | None:
@@ -69,7 +69,7 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
-        raise ModelNotFound(f"{path} cannot be looked at ({error.strerror}).") from error
+        raise ModelNotFound(f"{path} cannot be accessed ({error.strerror}).") from error
 
 
 def _check_model_path(path: Path) -> Path:
@@ -96,4 +96,4 @@ def _existing_part(path: Path | None) -> str:
     parent = next((parent for parent in path.parents if parent.is_dir()), None)
     if parent is None or parent in (Path("."), Path(path.anchor)):
         return ""
-    return f" ({parent} is there, {path.relative_to(parent).parts[0]} in it is not)"
+    return f" ({parent} exists, {path.relative_to(parent).parts[0]} in it does not)"
