@@ -18,9 +18,12 @@ from .errors import DoesNotFit, ExlmError
 
 MB = 2**20
 
+MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Linux's flag for a map that does not count as committed memory; Python names it from 3.13 on."""
+
 REMEDY = "Free memory, or raise the limit of this process (ulimit -v, or that of its container)."
 
-WORDS = (
+OUT_OF_MEMORY_TEXTS = (
     "bad_alloc",
     "can't allocate memory",  # torch, on Linux
     "can't start new thread",
@@ -40,8 +43,8 @@ def ran_out(error: BaseException) -> bool:
         return True
     if not isinstance(error, OSError | RuntimeError | ImportError):
         return False
-    said = str(error).lower()
-    return any(words in said for words in WORDS)
+    message = str(error).lower()
+    return any(text in message for text in OUT_OF_MEMORY_TEXTS)
 
 
 @contextmanager
@@ -61,8 +64,8 @@ def memory_errors(describe: Callable[[], str], remedy: str = REMEDY) -> Iterator
 def _reason(error: Exception) -> str:
     """The first line of a library's message, without the source location."""
     lines = str(error).strip().splitlines()
-    said = re.sub(r"^\[enforce fail[^\]]*\] [^.]*\. ", "", lines[0]) if lines else ""
-    return said[:200].rstrip(". ") or type(error).__name__
+    first_line = re.sub(r"^\[enforce fail[^\]]*\] [^.]*\. ", "", lines[0]) if lines else ""
+    return first_line[:200].rstrip(". ") or type(error).__name__
 
 
 def has_address_space(size: int) -> bool:
@@ -73,8 +76,7 @@ def has_address_space(size: int) -> bool:
     """
     if sys.platform != "linux":
         return True
-    # Without MAP_NORESERVE the map would count as committed memory. Python names the constant from 3.13 on.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
         mmap.mmap(-1, size, flags=flags, prot=mmap.PROT_READ).close()
     except (OSError, OverflowError):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import BadFile, BadTensor, MissingTensor
-from ..memory import memory_errors
+from ..memory import MAP_NORESERVE, memory_errors
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 
@@ -172,9 +172,8 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
         with memory_errors(lambda: f"{path}: {size:,} bytes cannot be mapped"), path.open("rb") as file:
             check_size(path, os.fstat(file.fileno()).st_size, size)
             if sys.platform == "linux":
-                # Without MAP_NORESERVE the whole size of a private writable map counts as committed memory,
-                # and a file may be larger than that. Python names the constant from 3.13 on.
-                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+                # A private writable map would count as committed memory, and a file may be larger than that.
+                flags = mmap.MAP_PRIVATE | MAP_NORESERVE
                 return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     except OSError as error:
