@@ -1,7 +1,8 @@
 """Finds and reads the weights of a model: safetensors folders and GGUF files, by role, and writes folders.
 
-It takes a path and the names a family gives its tensors (`spec.TensorNames`), and gives tensors and `Weight`s
-that share no memory with the files; `formats` decodes quantised ones. config, lora, model, convert, quantize
+It takes a path and `spec.TensorNames`, which map roles (exlm's names, such as `layers.3.attn.q`) to the names that a
+family gives its tensors. It gives tensors and `Weight`s that share no memory with the files; `formats` decodes
+quantised ones. config, lora, model, convert, quantize
 and bench import it; kernels do not.
 """
 

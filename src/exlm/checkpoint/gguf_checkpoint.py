@@ -20,8 +20,7 @@ from ..errors import BadFile, BadTensor, Unsupported
 from ..formats import DenseWeight, PackedWeight
 from ..formats.gguf import FLOAT_TYPES, read
 from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
-from .gguf_file import ROPE_FACTOR_TENSORS, GgufFile
-from .gguf_file import num_rows as num_stored_rows
+from .gguf_file import ROPE_FACTOR_TENSORS, GgufFile, num_stored_rows
 from .source import CastErrors, Checkpoint, MatrixRequest, Shape, num_rows
 from .tensor_files import TensorInfo
 
@@ -61,7 +60,7 @@ class GgufConversion:
     names: TensorNames
     head_dim: int
     interleaved_rope: bool  # the outputs of q and k are ordered for rotary pairs (2i, 2i + 1)
-    norms_plus_one: bool  # norms are stored as w + 1
+    norms_plus_one: bool  # norms are stored with Gemma's offset of one already added (`spec.Norm.offset`)
 
 
 def gguf_conversion(metadata: Mapping[str, Any], source: str) -> GgufConversion:
@@ -108,7 +107,7 @@ def role_in_layer(role: str) -> str:
 class GgufCheckpoint(Checkpoint):
     """The weights of one model in a GGUF file, by role."""
 
-    described_by = "The metadata"
+    description_source = "The metadata"
     files: GgufFile
 
     def __init__(self, file: GgufFile) -> None:
@@ -158,7 +157,7 @@ class GgufCheckpoint(Checkpoint):
         return weight.to(request.device)
 
     def _tensor_scale(self, location: TensorLocation, role: str) -> float:
-        """The factor of a whole matrix, 1.0 if it has none: NVFP4 stores such a number beside it."""
+        """The scale of a whole tensor, which NVFP4 stores beside it; 1.0 if there is none."""
         if f"{location.key}.scale" not in self.names_by_key:
             return 1.0
         info = self._use(f"{location.key}.scale")

@@ -49,9 +49,10 @@ MAX_NAME = 2**16
 MAX_RANK = 4
 MAX_DEPTH = 4  # arrays in arrays
 
+# GGUF's value types, here `kind`: the struct format of each number, then names for those that the code treats apart.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_BOOL, _STRING, _ARRAY = 7, 8, 9
-_SMALLEST = {_STRING: 8, _ARRAY: 12} | {kind: struct.calcsize(code) for kind, code in _NUMBERS.items()}
+_UINT32, _BOOL, _STRING, _ARRAY, _UINT64 = 4, 7, 8, 9, 10
+_MIN_BYTES = {_STRING: 8, _ARRAY: 12} | {kind: struct.calcsize(code) for kind, code in _NUMBERS.items()}
 _LENGTH = struct.Struct("<Q")
 
 ALIGNMENT = "general.alignment"
@@ -105,7 +106,7 @@ class _Cursor:
         return start
 
     def number(self, kind: int) -> Any:
-        """One number of a kind of value."""
+        """One number of a value type."""
         return self.numbers(kind, 1)[0]
 
     def numbers(self, kind: int, count: int) -> list[Any]:
@@ -118,7 +119,7 @@ class _Cursor:
 
     def text(self, limit: int | None = None) -> str:
         """A string with its length before it."""
-        length = self.number(10)
+        length = self.number(_UINT64)
         if limit is not None and length > limit:
             raise damaged(self.path, f"expected a name of at most {limit} bytes, found {length}")
         start = self.take(length)
@@ -147,7 +148,7 @@ class _Cursor:
 
     def count(self, what: str, limit: int, smallest: int) -> int:
         """A count of things of at least `smallest` bytes, which the rest of the header can hold."""
-        found: int = self.number(10)
+        found: int = self.number(_UINT64)
         if found > limit:
             raise damaged(self.path, f"expected at most {limit} {what}, found {found}")
         if found * smallest > self.end - self.position:
@@ -163,10 +164,10 @@ class _Cursor:
         if kind != _ARRAY or depth >= MAX_DEPTH:
             what = f"arrays at most {MAX_DEPTH} deep" if kind == _ARRAY else "a kind of value up to 12"
             raise damaged(self.path, f"expected {what} at byte {self.position}, found {kind}")
-        inner = self.number(4)
-        if inner not in _SMALLEST:
+        inner = self.number(_UINT32)
+        if inner not in _MIN_BYTES:
             raise damaged(self.path, f"expected an array of values up to kind 12, found {inner}")
-        count = self.count("values", MAX_ITEMS - self.items, _SMALLEST[inner])
+        count = self.count("values", MAX_ITEMS - self.items, _MIN_BYTES[inner])
         self.items += count
         if inner in _NUMBERS:
             return self.numbers(inner, count)
@@ -193,10 +194,10 @@ def _metadata(cursor: _Cursor) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for _ in range(cursor.count("keys", MAX_KEYS, 8 + 4 + 1)):
         key = cursor.text(MAX_NAME)
-        kind = cursor.number(4)
+        kind = cursor.number(_UINT32)
         if key in metadata:
             raise damaged(cursor.path, f"the key {quoted(key)} is there twice")
-        if key == ALIGNMENT and kind != 4:
+        if key == ALIGNMENT and kind != _UINT32:
             raise damaged(cursor.path, f"expected {ALIGNMENT} of kind 4, found {kind}")
         metadata[key] = cursor.value(kind)
     return metadata
@@ -213,12 +214,12 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     """One tensor; its offset counts from the start of the data."""
     path = cursor.path
     name = cursor.text(MAX_NAME)
-    rank = cursor.number(4)
+    rank = cursor.number(_UINT32)
     if not 1 <= rank <= MAX_RANK:
         raise damaged(path, f"tensor {quoted(name)}: expected 1 to {MAX_RANK} dimensions, found {rank}")
-    shape = tuple(reversed(cursor.numbers(10, rank)))
-    number = cursor.number(4)
-    offset = cursor.number(10)
+    shape = tuple(reversed(cursor.numbers(_UINT64, rank)))
+    number = cursor.number(_UINT32)
+    offset = cursor.number(_UINT64)
     if number in REMOVED_TYPES:
         other = "Q4_0" if REMOVED_TYPES[number].startswith("Q4") else "IQ4_NL"
         raise BadFile(
@@ -296,12 +297,12 @@ class GgufFile(TensorFiles):
         Copy what is to be kept, then `release` it: a file that is truncated while a view is in use ends the
         process (SIGBUS).
         """
-        return self.view_rows(name, 0, num_rows(self.info(name)))
+        return self.view_rows(name, 0, num_stored_rows(self.info(name)))
 
     def view_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """The bytes of rows `start` to `stop`; all dimensions but the innermost count as rows."""
         info = self.info(name)
-        rows = num_rows(info)
+        rows = num_stored_rows(info)
         offset, count = info.byte_range(start, stop, rows)
         if not count:
             return torch.empty((0, info.nbytes // rows), dtype=torch.uint8)
@@ -336,14 +337,14 @@ class GgufFile(TensorFiles):
             raise damaged(path, f"expected a GGUF file of at least 24 bytes, found {size}")
         self._sizes[path] = size
         now = path.stat()
-        mark = (path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
-        header = _header_cache.get(mark)
+        cache_key = (path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
+        header = _header_cache.get(cache_key)
         if header is None:
-            header = _header_cache[mark] = read_gguf_header(path, self._map(path))
+            header = _header_cache[cache_key] = read_gguf_header(path, self._map(path))
         return header
 
 
-def num_rows(info: TensorInfo) -> int:
+def num_stored_rows(info: TensorInfo) -> int:
     """How many runs of the innermost size a tensor has."""
     return math.prod(info.shape[:-1])
 

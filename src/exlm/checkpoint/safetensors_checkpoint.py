@@ -31,8 +31,9 @@ OTHER_FORMATS = {
     ".weight_scale_inv": "8-bit floats with scales beside them are",
     ".weight_scale": "8-bit or 4-bit floats with scales beside them are",
 }
-"""Suffixes of tensors beside a quantised matrix that is called `weight` as plain ones are, and who stores it
-so."""
+"""By the suffix of a tensor beside `weight`: the format, which exlm does not read, that has such a tensor.
+
+These formats call the tensor of quantised values `weight`, as if it were plain floats; errors say which it is."""
 
 
 class SafetensorsCheckpoint(Checkpoint):

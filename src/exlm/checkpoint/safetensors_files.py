@@ -242,7 +242,7 @@ class SafetensorsFolder(TensorFiles):
     def load_rows(self, info: TensorInfo, start: int, target: torch.Tensor) -> None:
         """Fill `target`, contiguous, on the CPU and of the stored type, with the rows from `start` on.
 
-        `info` may have another shape than the header's entry: here, in `view_rows` and in `release`.
+        Here, in `view_rows` and in `release`, a caller may have reshaped `info`, which changes what its rows are.
         """
         first, _ = info.byte_range(start, start + len(target), _rows(info))
         self._fill(info, first, target)

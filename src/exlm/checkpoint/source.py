@@ -110,7 +110,7 @@ class MatrixRequest:
 class Checkpoint(ABC):
     """A `WeightSource` that reads a model's files."""
 
-    described_by = "config.json"  # what describes the model, at the beginning of a sentence
+    description_source = "config.json"  # where the model's description is from; begins a sentence in errors
 
     def __init__(self, files: TensorFiles, names: TensorNames, suffixes: Sequence[str]) -> None:
         """`suffixes` are those of the tensors by which a matrix is found, the preferred first."""
@@ -219,7 +219,7 @@ class Checkpoint(ABC):
         if odd := int(torch.count_nonzero(values)):
             raise BadTensor(
                 f"{info}: expected no bias for {role}, or one of zeros; found {odd} of {n} not zero. "
-                f"{self.described_by} describes another architecture than these weights have."
+                f"{self.description_source} describes another architecture than these weights have."
             )
         return None
 
@@ -266,13 +266,13 @@ class Checkpoint(ABC):
         return info
 
     def _use_floats(self, key: str) -> TensorInfo:
-        """The same, for a tensor that must be readable as floats without others beside it."""
+        """`_use` for a tensor that is read as plain floats; a subclass refuses one whose values need scales."""
         return self._use(key)
 
-    def _stored_outputs(self, role: str, location: TensorLocation, width: int) -> int:
-        """How many outputs the stored matrix has: `width`, or the last row of any role fused into it."""
+    def _stored_outputs(self, role: str, location: TensorLocation, outputs: int) -> int:
+        """The outputs of the stored matrix: those of the role, or of all roles that are fused into one matrix."""
         if not location.rows:
-            return width
+            return outputs
         layer, expert = (found[1] if (found := number.search(role)) else "0" for number in (_LAYER, _EXPERT))
         fused = (
             one
@@ -291,7 +291,7 @@ class Checkpoint(ABC):
 
     def _explain_missing(self, _what: str, _keys: Sequence[str]) -> str:
         """The likely reason why tensors are missing, as sentences."""
-        return f"{self.described_by} describes another model, or the weights are incomplete."
+        return f"{self.description_source} describes another model, or the weights are incomplete."
 
     def _wrong_shape(self, info: TensorInfo, role: str, expected: str) -> BadTensor:
         return BadTensor(
@@ -301,7 +301,7 @@ class Checkpoint(ABC):
 
     def _explain_wrong_shape(self, _info: TensorInfo, _role: str, _expected: str) -> str:
         """The likely reason why a tensor has another shape, as a sentence."""
-        return f"{self.described_by} describes another model than these weights are."
+        return f"{self.description_source} describes another model than these weights are."
 
 
 def num_rows(spans: Iterable[RowRange]) -> int:

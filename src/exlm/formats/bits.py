@@ -32,17 +32,17 @@ def num_words(length: int, bits: int) -> int:
 def unpack(words: Tensor, bits: int, length: int) -> Tensor:
     """(words, columns) int32 → (rows, columns) uint8."""
     _check_words(words, bits, length)
-    span, each = _repeat_period(bits)
+    period_words, period_values = _repeat_period(bits)
     mask = (1 << bits) - 1
     out = torch.empty(length, words.shape[1], dtype=torch.uint8, device=words.device)
-    for i in range(min(each, length)):
-        target = out[i::each]
+    for i in range(min(period_values, length)):
+        target = out[i::period_values]
         word, shift = divmod(i * bits, WORD_BITS)
-        value = words[word::span][: len(target)] >> shift
+        value = words[word::period_words][: len(target)] >> shift
         if shift + bits > WORD_BITS:
             # The shift is arithmetic: mask the copies of the sign bit.
             value &= (1 << (WORD_BITS - shift)) - 1
-            value |= words[word + 1 :: span][: len(target)] << (WORD_BITS - shift)
+            value |= words[word + 1 :: period_words][: len(target)] << (WORD_BITS - shift)
         target.copy_(value.bitwise_and_(mask))
     return out
 
@@ -54,14 +54,14 @@ def pack(values: Tensor, bits: int) -> Tensor:
         low, high = (int(edge) for edge in values.aminmax())
         if low < 0 or high >> bits:
             raise InputError(f"{high if low >= 0 else low} does not fit {bits} bits.")
-    span, each = _repeat_period(bits)
+    period_words, period_values = _repeat_period(bits)
     out = torch.zeros(num_words(rows, bits), columns, dtype=torch.int32, device=values.device)
-    for i in range(min(each, rows)):
-        source = values[i::each].to(torch.int32)
+    for i in range(min(period_values, rows)):
+        source = values[i::period_values].to(torch.int32)
         word, shift = divmod(i * bits, WORD_BITS)
-        out[word::span][: len(source)] |= source << shift
+        out[word::period_words][: len(source)] |= source << shift
         if shift + bits > WORD_BITS:
-            out[word + 1 :: span][: len(source)] |= source >> (WORD_BITS - shift)
+            out[word + 1 :: period_words][: len(source)] |= source >> (WORD_BITS - shift)
     return out
 
 
@@ -91,8 +91,8 @@ def _check_words(words: Tensor, bits: int, length: int) -> None:
 
 def _repeat_period(bits: int) -> tuple[int, int]:
     """After how many words the bit positions of values repeat, and how many values those words hold."""
-    span = bits // math.gcd(bits, WORD_BITS)
-    return span, span * WORD_BITS // bits
+    period_words = bits // math.gcd(bits, WORD_BITS)
+    return period_words, period_words * WORD_BITS // bits
 
 
 # -- eight bytes at a time -------------------------------------------------------------------------
@@ -120,14 +120,15 @@ def shift_right(packed: Tensor, shifts: Sequence[int], mask: int) -> Tensor:
     return out.bitwise_and_(_as_int64(mask * _LOW_BITS)).view(torch.uint8)
 
 
-def merge_high_bits(low: Tensor, high: Tensor, up: int) -> Tensor:
-    """`low | (high << up)` for every byte; overwrites both tensors."""
-    low.view(torch.int64).bitwise_or_(high.view(torch.int64).bitwise_left_shift_(up))
+def merge_high_bits(low: Tensor, high: Tensor, shift: int) -> Tensor:
+    """`low | (high << shift)` for every byte; overwrites both tensors."""
+    low.view(torch.int64).bitwise_or_(high.view(torch.int64).bitwise_left_shift_(shift))
     return low
 
 
 def expand_bits(packed: Tensor) -> Tensor:
     """(…, n) → (…, 8 · n): one byte for each bit, the lowest of each byte first."""
+    # Copy each byte eight times, keep bit j of copy j, and bring what is not zero to bit 0: 0x7F carries it to bit 7.
     words64 = packed.to(torch.int64).mul_(_LOW_BITS).bitwise_and_(_as_int64(_DIAGONAL))
     words64 = words64.add_(0x7F * _LOW_BITS).bitwise_right_shift_(7).bitwise_and_(_LOW_BITS)
     return words64.view(torch.uint8).view(*packed.shape[:-1], -1)

@@ -41,7 +41,7 @@ BIT_WIDTHS = (2, 3, 4, 5, 6, 8)
 ALIGNMENT = 32  # stored columns come in multiples of this, and so do the rows of one width in what we write
 
 _SCALE_BITS = 4
-_PADDING_SCALE = 15
+_PADDING_SCALE = 15  # any scale would do: the codes of padded columns are the zero point
 _MAX_OFFSET = 0xFFFF
 
 

@@ -322,7 +322,7 @@ def _repack(raw: Tensor, layout: BlockLayout, inputs: int, where: str) -> Segmen
         for table, part in zip(tables, parts[1:], strict=True):
             if table is not None and part is not None:
                 table[:, chunk] = part.flatten(1).T
-    whole = BlockParts(codes, *tables)  # type: ignore[arg-type]  # at least one slab: the scales are there
+    whole = BlockParts(codes, *tables)  # type: ignore[arg-type]  # at least one chunk: the scales are there
     for table in (whole.scales, whole.minimum):
         if table is not None and not bool(table.isfinite().all()):
             raise BadTensor(f"{where}: expected finite scales, found infinity or NaN. Download the file again.")

@@ -168,7 +168,7 @@ def collapse_zeros(codes: Tensor, shift: int, where: str) -> int | Tensor:
 
 
 def _undo_word_decrement(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """Zero points as they were before GPTQModel subtracted one: from whole words, or from each of 3 bits."""
+    """Zero points as they were before GPTQModel subtracted 1 from each, with borrows inside a word except at 3 bits."""
     if WORD_BITS % bits:
         return (unpack_rows(packed, bits, columns) + 1) & ((1 << bits) - 1)
     ones = sum(1 << at for at in range(0, WORD_BITS, bits))
@@ -192,10 +192,10 @@ def _read_g_idx(tensors: Mapping[str, Tensor], in_features: int, groups: int, wh
     """The group of each input, or None if neighbouring inputs form the groups."""
     if "g_idx" not in tensors:
         return None
-    owner = require_tensor(tensors, "g_idx", where, INDEX_DTYPES, (in_features,)).to(torch.int64)
-    check_range(owner, groups, "g_idx", where)
+    group_of_input = require_tensor(tensors, "g_idx", where, INDEX_DTYPES, (in_features,)).to(torch.int64)
+    check_range(group_of_input, groups, "g_idx", where)
     # Files without act-order may hold a g_idx of zeros; with several groups that cannot be right.
-    return None if groups > 1 and not bool(owner.any()) else owner
+    return None if groups > 1 and not bool(group_of_input.any()) else group_of_input
 
 
 def _infer_group_size(in_features: int, groups: int) -> int:

@@ -213,8 +213,9 @@ class Segment:
 
     def take_inputs(self, rows: Tensor) -> Segment:
         """The segment of these stored rows only (ascending), without groups that none of them is in."""
-        owner = torch.repeat_interleave(torch.arange(len(self.group_sizes)), torch.tensor(self.group_sizes))[rows.cpu()]
-        kept, counts = torch.unique_consecutive(owner, return_counts=True)
+        sizes = torch.tensor(self.group_sizes)
+        group_of_row = torch.repeat_interleave(torch.arange(len(sizes)), sizes)[rows.cpu()]
+        kept, counts = torch.unique_consecutive(group_of_row, return_counts=True)
         kept = kept.to(self.codes.device)
         codes = unpack(self.codes, self.bits, self.in_features)[rows.to(self.codes.device)]
         return replace(
@@ -356,11 +357,10 @@ class PackedWeight:
                 perms.append(here[rows] - a)
             start += segment.in_features
         new_perm = torch.cat(perms)
-        identity = self.perm is None
         return replace(
             self,
             in_features=b - a,
             segments=tuple(segments),
-            perm=None if identity else new_perm.to(torch.int32).to(self.segments[0].codes.device),
+            perm=None if self.perm is None else new_perm.to(torch.int32).to(self.segments[0].codes.device),
             bias=self.bias if keep_bias else None,
         )

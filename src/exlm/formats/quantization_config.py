@@ -31,7 +31,7 @@ class QuantizationConfig:
     desc_act: bool = False
     sym: bool = True
     checkpoint_format: CheckpointFormat = "gptq"
-    # Whether one was subtracted from zero points as packed words, so that one of 0 borrowed from the next.
+    # GPTQModel subtracted 1 from zero points while they were packed in words: a 0 borrowed from the next zero point.
     zeros_decremented_per_word: bool = False
 
     @property

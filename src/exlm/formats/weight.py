@@ -44,7 +44,7 @@ class Weight(Protocol):
         ...
 
     def dequantize(self) -> Tensor:
-        """W itself, (in_features, out_features), in the stored or the defined precision."""
+        """W itself, (in_features, out_features): floats in their stored dtype, codes in that of their format."""
         ...
 
     def split(self, dim: int, ranges: Sequence[Range]) -> list[Self]:

@@ -31,7 +31,7 @@ class Norm:
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
-    offset: float = 0.0  # added to the stored weight at load (Gemma stores w - 1)
+    offset: float = 0.0  # added to the stored weight at load (1 for Gemma, whose weights are stored less one)
     bias: bool = False
 
 

@@ -1,8 +1,8 @@
 """`Rope`: rotary position embeddings, their base, width and context extension.
 
-A backend makes tables of these numbers. Every method is *static*: it depends on the length configured when
-the model loads and never on the current sequence, so that a token's rotation does not depend on chunk size
-or batch.
+A backend makes tables of sines and cosines from these numbers. Every kind of scaling depends on the length configured
+when the model loads and never on the current sequence, so that a token's rotation does not depend on chunk size or
+batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: a ramp from kept to divided frequencies, by rotations in `original_max_positions`."""
+    """YaRN: high frequencies kept, low ones divided by `factor`, and a linear ramp between.
+
+    The betas bound the ramp: full rotations of a dimension within `original_max_positions`.
+    """
 
     factor: float
     original_max_positions: int
@@ -61,7 +64,10 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE: each frequency has its factor, of one list up to the original length, of another beyond."""
+    """LongRoPE: each frequency divided by its own factor, short or long as the configured length is.
+
+    The long ones apply where it exceeds `original_max_positions`.
+    """
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
