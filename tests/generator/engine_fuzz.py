@@ -1,8 +1,8 @@
-"""A random walk over the whole loop: any jobs, on any machine, cancelled at any moment.
+"""Random operations on an engine: any jobs in any configuration, cancelled at any moment.
 
-A recipe says what a job is, so that the same job can be run again, alone: on a machine of its own, with room
-for everything, in one chunk, without guessing. Whatever the walk does, its results must be those. After every
-step the page table is checked, and the fake model checks every row it reads.
+A JobSpec describes a job, so that the same job can also run alone: in an engine of its own, with room
+for everything, in one chunk, without drafts. In the fuzzed engine its results must be the same. After every
+step the page table is checked, and the scripted model checks every row it reads.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ DRAFT_KEYS = ("accepted_draft_tokens", "rejected_draft_tokens")
 
 @cache
 def _choices(recent: tuple[int, ...]) -> list[int]:
-    """Letters, mostly from the front of the alphabet, so that texts meet, stop and are banned often."""
-    dice = Random(hash(recent))
-    return [ID[letter] for letter in dict.fromkeys(dice.choices("abcdeabcdeabcdefghijklmnop. ", k=8))]
+    """Random letters, mostly the first of the alphabet, so that stop strings and banned strings match often."""
+    rng = Random(hash(recent))
+    return [ID[piece] for piece in dict.fromkeys(rng.choices("abcdeabcdeabcdefghijklmnop. ", k=8))]
 
 
 def script(prefix: list[int]) -> list[int]:
-    """What comes next depends on the last two ids, and a little on the place."""
+    """The next token depends on the last two ids and on the position modulo 7."""
     return _choices((*prefix[-2:], len(prefix) % 7))
 
 
 def draft_script(prefix: list[int]) -> list[int]:
-    """What a small model would say: often the same."""
+    """A draft model's script, which often agrees with `script`."""
     return script(prefix) if hash(tuple(prefix[-3:])) % 3 else _choices((prefix[-1],))
 
 
 class Scripted(HashingRunner):
-    """The walk's model; what it says after equal endings is computed once."""
+    """The fuzzed model; logits after equal endings are computed once."""
 
     def _logits(self, prefix: list[int]) -> Tensor:
         return _row(tuple(self.script(prefix)))
@@ -71,40 +71,40 @@ class UncheckedDraftRunner(Scripted):
 
 
 class AsyncScripted(Scripted, AsyncToyRunner):
-    """The walk's model, running ahead."""
+    """The fuzzed model, with asynchronous scheduling."""
 
 
 class FailingFilter(Filter):
-    """Lets everything pass for a while; then it fails in one of its methods, or lets nothing pass."""
+    """Allows every token `after` times; then one of its methods raises, or it allows no token."""
 
-    def __init__(self, after: int, where: str) -> None:
+    def __init__(self, after: int, failing_method: str) -> None:
         super().__init__(None, None)
-        self.after, self.where, self.fed = after, where, 0
+        self.after, self.failing_method, self.num_tokens = after, failing_method, 0
 
     def begin(self, prefix_str: Any) -> None:
-        self.fed = 0
+        self.num_tokens = 0
 
     def feed(self, token: Any) -> None:
-        self.fed += 1
+        self.num_tokens += 1
         self._fail_if_due("feed")
 
     def next(self) -> Any:
         self._fail_if_due("next")
-        if self.where == "nothing" and self.fed >= self.after:
+        if self.failing_method == "nothing" and self.num_tokens >= self.after:
             return set(), set()
         return set(range(2, len(PIECES))), set()
 
     def use_background_worker(self) -> bool:
         return self.after % 2 == 1
 
-    def _fail_if_due(self, where: str) -> None:
-        if self.where == where and self.fed >= self.after:
-            raise RuntimeError(f"tripped in {where}")
+    def _fail_if_due(self, failing_method: str) -> None:
+        if self.failing_method == failing_method and self.num_tokens >= self.after:
+            raise RuntimeError(f"tripped in {failing_method}")
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job that can be made again."""
+    """A description from which equal jobs are created."""
 
     prompts: tuple[tuple[int, ...], ...]
     new: int
@@ -126,7 +126,7 @@ def guided_settings() -> Settings:
 
 
 def hook_settings(after: int) -> Callable[[], Settings]:
-    """Settings with a hook that writes z for every a; or, after so many tokens, with one that fails."""
+    """Settings with a hook that replaces each a by z and, if `after` is not 0, raises after so many tokens."""
 
     def make() -> Settings:
         count = 0
@@ -146,43 +146,43 @@ def hook_settings(after: int) -> Callable[[], Settings]:
     return make
 
 
-def random_job_spec(dice: Random, tokenizer: Tokenizer, prefix_lengths: Sequence[int] = (0, 0, 5, 12, 30)) -> JobSpec:
-    """A request of any kind; prompts begin alike more often than not, in texts as long as `heads` says."""
-    head = [2 + i % 5 for i in range(dice.choice(prefix_lengths))]
-    tail = [dice.randrange(2, 12) for _ in range(dice.randint(1, 12))]
+def random_job_spec(rng: Random, tokenizer: Tokenizer, prefix_lengths: Sequence[int] = (0, 0, 5, 12, 30)) -> JobSpec:
+    """A request of any kind; most prompts share a prefix, whose length is one of `prefix_lengths`."""
+    head = [2 + i % 5 for i in range(rng.choice(prefix_lengths))]
+    tail = [rng.randrange(2, 12) for _ in range(rng.randint(1, 12))]
     prompts = [tuple(head + tail)]
     settings: Callable[[], Settings] = Settings.greedy
-    if dice.random() < 0.12:
-        settings = dice.choice((Settings, lambda: Settings(temperature=1.3, top_k=0, top_p=0.0)))
-    options: dict[str, Any] = {"return_probs": dice.random() < 0.2, "max_skips": dice.choice((None, 0, 4))}
+    if rng.random() < 0.12:
+        settings = rng.choice((Settings, lambda: Settings(temperature=1.3, top_k=0, top_p=0.0)))
+    options: dict[str, Any] = {"return_probs": rng.random() < 0.2, "max_skips": rng.choice((None, 0, 4))}
     filters: Callable[[], list[Any]] | None = None
-    kind = dice.random()
+    kind = rng.random()
     if kind < 0.4:
-        options["banned_strings"] = dice.choice((["a"], ["c", "ED"], ["da", "b a", "ee"], ["a.", "bcd", "AB"]))
+        options["banned_strings"] = rng.choice((["a"], ["c", "ED"], ["da", "b a", "ee"], ["a.", "bcd", "AB"]))
     elif kind < 0.5:
-        words = dice.choice((["dog", "do", "cat"], ["abcd", "bad"], ["a"]))
+        words = rng.choice((["dog", "do", "cat"], ["abcd", "bad"], ["a"]))
         filters = lambda: [SelectFilter(None, tokenizer, words)]  # noqa: E731
     elif kind < 0.55:
         filters = lambda: [PrefixFilter(None, tokenizer, "he")]  # noqa: E731
     elif kind < 0.65:
-        after, where = dice.randint(0, 4), dice.choice(("feed", "next", "nothing"))
+        after, where = rng.randint(0, 4), rng.choice(("feed", "next", "nothing"))
         filters = lambda: [FailingFilter(after, where)]  # noqa: E731
     elif kind < 0.75:
-        prompts.append(tuple(dice.randrange(2, 9) for _ in range(dice.randint(1, 9))))
+        prompts.append(tuple(rng.randrange(2, 9) for _ in range(rng.randint(1, 9))))
         settings = guided_settings
     elif kind < 0.8:
-        settings = hook_settings(dice.choice((0, 0, 2, 5)))
-    if dice.random() < 0.5:
-        options["stop_conditions"] = dice.choice((["dd", "ce"], [ID["e"]], ["abc", ID["n"]], ["m"]))
-        options["min_new_tokens"] = dice.choice((0, 0, 3))
-    options["token_healing"] = dice.random() < 0.15
-    return JobSpec(tuple(prompts), dice.randint(1, 24), dice.randrange(10**6), settings, options, filters)
+        settings = hook_settings(rng.choice((0, 0, 2, 5)))
+    if rng.random() < 0.5:
+        options["stop_conditions"] = rng.choice((["dd", "ce"], [ID["e"]], ["abc", ID["n"]], ["m"]))
+        options["min_new_tokens"] = rng.choice((0, 0, 3))
+    options["token_healing"] = rng.random() < 0.15
+    return JobSpec(tuple(prompts), rng.randint(1, 24), rng.randrange(10**6), settings, options, filters)
 
 
-def simple_job_spec(dice: Random) -> JobSpec:
-    """A request of the kind that runs ahead, or (rarely) one that fails when it is sampled."""
-    head = [2 + i % 5 for i in range(dice.choice((0, 0, 5, 12, 30)))]
-    prompt = (*head, *(dice.randrange(2, 12) for _ in range(dice.randint(1, 12))))
+def simple_job_spec(rng: Random) -> JobSpec:
+    """A request that is scheduled asynchronously, or (rarely) one whose sampling fails."""
+    head = [2 + i % 5 for i in range(rng.choice((0, 0, 5, 12, 30)))]
+    prompt = (*head, *(rng.randrange(2, 12) for _ in range(rng.randint(1, 12))))
     warm: dict[str, Any] = {"temperature": 1.2, "top_k": 0, "top_p": 0.9}
     kinds: list[Callable[[], Settings]] = [
         *[Settings.greedy] * 10,
@@ -192,12 +192,12 @@ def simple_job_spec(dice: Random) -> JobSpec:
         lambda: Settings(**warm, dry_multiplier=1.0, top_n_sigma=1.5),
         lambda: Settings.greedy(token_bias=torch.zeros(3)),
     ]
-    options = {"stop_conditions": dice.choice((None, None, ["dd", "ce"], [ID["e"]], ["abc", ID["n"]]))}
-    return JobSpec((prompt,), dice.randint(1, 24), dice.randrange(10**6), dice.choice(kinds), options)
+    options = {"stop_conditions": rng.choice((None, None, ["dd", "ce"], [ID["e"]], ["abc", ID["n"]]))}
+    return JobSpec((prompt,), rng.randint(1, 24), rng.randrange(10**6), rng.choice(kinds), options)
 
 
 def comparable_result(result: Any) -> dict[str, Any]:
-    """What must not depend on others, comparable."""
+    """The fields of a result that must not depend on other jobs, as comparable values."""
     kept = {key: value for key, value in result.items() if key not in (*VARYING_KEYS, *DRAFT_KEYS, "job", "serial")}
     if "held" in kept:
         kept["held"] = {key: _comparable_value(value) for key, value in kept["held"].items()}
@@ -211,11 +211,11 @@ def _comparable_value(value: Any) -> Any:
 
 
 SpecsWithResults = list[tuple[JobSpec, Transcript]]
-"""Recipes, and what each gives alone."""
+"""Job specs with the results of each when it runs alone."""
 
 
 def run_alone(spec: JobSpec, tokenizer: Tokenizer) -> Transcript:
-    """The streaming results of a job that has a machine to itself."""
+    """The streaming results of a job that has an engine to itself."""
     engine = EngineCore(Scripted(script, 256, 4), PageTable(256, 4), tokenizer, len(PIECES))
     engine.enqueue(spec.job())
     out = []
@@ -225,34 +225,36 @@ def run_alone(spec: JobSpec, tokenizer: Tokenizer) -> Transcript:
 
 
 class ResultChecker:
-    """Hears every result as it comes, and knows what each job says alone."""
+    """Compares each result, as it comes, with that of the same job run alone."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.expected: dict[int, tuple[Job, Transcript, Transcript]] = {}  # job → what it said, what it must say
+        self.expected: dict[
+            int, tuple[Job, Transcript, Transcript]
+        ] = {}  # id(job) → job, its results so far, the expected ones
 
-    def expect(self, job: Job, wanted: Transcript) -> None:
-        self.expected[id(job)] = (job, [], wanted)
+    def expect(self, job: Job, expected: Transcript) -> None:
+        self.expected[id(job)] = (job, [], expected)
 
     def drop(self, job: Job) -> None:
-        """What was said until now stands; nothing more may come."""
+        """Expect no further results of a cancelled job."""
         del self.expected[id(job)]
         self.counts["cancels"] += 1
 
     def check(self, results: Sequence[Any]) -> None:
         for result in results:
-            job, received, wanted = self.expected[id(result["job"])]
+            job, received, expected = self.expected[id(result["job"])]
             self.counts[result["stage"]] += 1
             if result["stage"] != "streaming":
                 assert not received
                 assert result.get("curr_progress", 0) <= result.get("max_progress", 0)
                 continue
             received.append(comparable_result(result))
-            assert received[-1] == wanted[len(received) - 1], f"{job!r}, result {len(received)}"
+            assert received[-1] == expected[len(received) - 1], f"{job!r}, result {len(received)}"
             self.counts["rewinds"] += "suppressed_text" in result
             self.counts["guesses"] += result.get("accepted_draft_tokens", 0)
             if result["eos"]:
-                assert len(received) == len(wanted)
+                assert len(received) == len(expected)
                 self.counts["finished"] += 1
                 self.counts["reused"] += job.cached_tokens > 0
                 self.counts[result["eos_reason"]] += 1
@@ -260,19 +262,19 @@ class ResultChecker:
 
 
 class EngineFuzz:
-    """One machine's life; the recipes and what they give alone are shared between lives."""
+    """Random operations on one engine; `specs` are shared between instances."""
 
-    def __init__(self, dice: Random, tokenizer: Tokenizer, specs: SpecsWithResults, run_ahead: bool = False) -> None:
-        """`ahead`: the model runs ahead, and guesses are rarer."""
-        self.dice, self.specs = dice, specs
+    def __init__(self, rng: Random, tokenizer: Tokenizer, specs: SpecsWithResults, run_ahead: bool = False) -> None:
+        """With `run_ahead`, scheduling is asynchronous and drafters are rarer."""
+        self.rng, self.specs = rng, specs
         self.checker = ResultChecker()
         self.counts = self.checker.counts
-        size, pages = dice.choice((2, 4, 4, 8, 16)), dice.randint(8, 28)
+        size, pages = rng.choice((2, 4, 4, 8, 16)), rng.randint(8, 28)
         drafter: Drafter | None = None
-        if dice.random() < (0.3 if run_ahead else 0.6):
+        if rng.random() < (0.3 if run_ahead else 0.6):
             drafter = (
-                CheckedNgramDraft(dice.randint(2, 4))
-                if dice.random() < 0.5
+                CheckedNgramDraft(rng.randint(2, 4))
+                if rng.random() < 0.5
                 else ModelDrafter(UncheckedDraftRunner(draft_script, pages, size))
             )
         self.engine = EngineCore(
@@ -280,23 +282,23 @@ class EngineFuzz:
             PageTable(pages, size),
             tokenizer,
             len(PIECES),
-            max_batch_size=dice.randint(2, 6),
-            chunk_size=dice.choice((1, 3, size, 2 * size, 64)),
+            max_batch_size=rng.randint(2, 6),
+            chunk_size=rng.choice((1, 3, size, 2 * size, 64)),
             drafter=drafter,
-            num_draft_tokens=dice.randint(1, 5) if drafter is not None else 0,
+            num_draft_tokens=rng.randint(1, 5) if drafter is not None else 0,
         )
 
     def step(self) -> None:
-        """One thing happens."""
-        dice = self.dice.random()
-        if dice < 0.3 and len(self.engine.scheduler.pending) < 6:
+        """Perform one random operation and check the invariants."""
+        rng = self.rng.random()
+        if rng < 0.3 and len(self.engine.scheduler.pending) < 6:
             self.enqueue()
-        elif dice < 0.33:
+        elif rng < 0.33:
             self.cancel()
-        elif dice < 0.332:
+        elif rng < 0.332:
             self.engine.clear()
             self.checker.expected.clear()
-        elif dice < 0.335:
+        elif rng < 0.335:
             self.engine.page_table.clear_prefix_cache()
         else:
             self.round()
@@ -305,7 +307,7 @@ class EngineFuzz:
         assert sum(len(job.sequences) for job in active) <= self.engine.scheduler.max_batch_size
 
     def enqueue(self) -> None:
-        spec, wanted = self.dice.choice(self.specs)
+        spec, expected = self.rng.choice(self.specs)
         job = spec.job()
         try:
             self.engine.enqueue(job)
@@ -313,22 +315,22 @@ class EngineFuzz:
             self.counts["too large"] += 1
             assert job.serial_number < 0
             return
-        self.checker.expect(job, wanted)
+        self.checker.expect(job, expected)
 
     def cancel(self) -> None:
         if expected := self.checker.expected:
-            job, _, _ = expected[self.dice.choice(list(expected))]
+            job, _, _ = expected[self.rng.choice(list(expected))]
             self.engine.cancel(job)
             self.engine.cancel(job)
             self.checker.drop(job)
 
     def round(self) -> None:
-        """A step of the loop, and every result compared as it comes."""
+        """Step the engine and compare every result."""
         self.counts["rounds"] += 1
         self.checker.check(self.engine.step())
 
     def drain(self) -> None:
-        """Every job ends, and every page is free again."""
+        """Run until every job has ended; then every page must be free."""
         while self.engine.busy:
             self.round()
         assert not self.checker.expected

@@ -1,4 +1,4 @@
-"""N-gram drafting as it was first written: the index is a dictionary of tuples, read anew for every guess."""
+"""A reference implementation of n-gram drafting: a dictionary of tuples, rebuilt for every draft."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from exlm.generator.speculative import NgramDrafter
 from exlm.generator.token_sequence import TokenSequence
 
 
-def oracle(ids: list[int], count: int, longest: int) -> list[int]:
+def search_draft(ids: list[int], count: int, longest: int) -> list[int]:
     """What n-gram drafting proposes after these ids."""
     after: dict[tuple[int, ...], int] = {}
     for end in range(1, len(ids)):
         for size in range(1, min(longest, end + 1)):
             after[tuple(ids[end - size : end])] = end
     for size in range(min(longest - 1, len(ids)), 0, -1):
-        if (at := after.get(tuple(ids[-size:]))) is not None:
-            return [*islice(cycle(ids[at : at + count]), count)]
+        if (position := after.get(tuple(ids[-size:]))) is not None:
+            return [*islice(cycle(ids[position : position + count]), count)]
     return []
 
 
 class CheckedNgramDraft(NgramDrafter):
-    """The library's, with every guess compared."""
+    """The library's drafter, each of whose drafts is compared with the reference implementation's."""
 
     def expects(self, sequence: TokenSequence) -> bool:
-        found = super().has_candidate(sequence)
-        assert found == bool(oracle(sequence.ids, 1, self.max_ngram))
-        return found
+        result = super().has_candidate(sequence)
+        assert result == bool(search_draft(sequence.ids, 1, self.max_ngram))
+        return result
 
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
-        found = super().propose(sequences, counts)
-        for sequence, count, guess in zip(sequences, counts, found, strict=True):
-            assert guess == (oracle(sequence.ids, count, self.max_ngram) if count else [])
-        return found
+        drafts = super().propose(sequences, counts)
+        for sequence, count, draft in zip(sequences, counts, drafts, strict=True):
+            assert draft == (search_draft(sequence.ids, count, self.max_ngram) if count else [])
+        return drafts

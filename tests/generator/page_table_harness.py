@@ -1,4 +1,4 @@
-"""A page table that knows who uses it, and short ways to use it."""
+"""A page table that tracks its allocated sequences, and helpers that use it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from exlm.generator.token_sequence import TokenSequence
 from tests.generator.page_table_oracle import check_invariants
 
 
-def sequence(text: str, new: int = 0, salt: bytes = b"") -> TokenSequence:
-    return TokenSequence(list(text.encode()), salt, len(text) + new)
+def make_sequence(text: str, max_new_tokens: int = 0, salt: bytes = b"") -> TokenSequence:
+    return TokenSequence(list(text.encode()), salt, len(text) + max_new_tokens)
 
 
 class TrackedPageTable(PageTable):
-    """A page table that knows who uses it."""
+    """A page table that tracks its allocated sequences."""
 
     def __init__(self, num_pages: int, page_size: int = 256) -> None:
         super().__init__(num_pages, page_size)
@@ -27,27 +27,27 @@ class TrackedPageTable(PageTable):
 
 
 def prefill(table: TrackedPageTable, *sequences: TokenSequence) -> list[PageCopy | None]:
-    """Allocate and prefill, one sequence after the other; returns the copies that were ordered."""
+    """Allocate and prefill the sequences one by one; return the page copies that were ordered."""
     table.allocate(list(sequences))
     copies = []
-    for one in sequences:
-        table.skip_cached_tokens(one)
-        copies.append(table.plan_partial_copy(one))
-        table.mark_computed(one, len(one) - 1)
+    for sequence in sequences:
+        table.skip_cached_tokens(sequence)
+        copies.append(table.plan_partial_copy(sequence))
+        table.mark_computed(sequence, len(sequence) - 1)
     table.check_all()
     return copies
 
 
-def generate(table: TrackedPageTable, one: TokenSequence, text: str, *, finalize: bool = True) -> None:
-    """Sample some ids."""
+def generate(table: TrackedPageTable, sequence: TokenSequence, text: str, *, finalize: bool = True) -> None:
+    """Append the ids of a text as if they had been sampled."""
     for token in text.encode():
-        table.mark_computed(one, len(one))
-        one.ids.append(token)
+        table.mark_computed(sequence, len(sequence))
+        sequence.ids.append(token)
         if finalize:
-            table.mark_final(one, len(one))
+            table.mark_final(sequence, len(sequence))
 
 
-def prefill_and_release(table: TrackedPageTable, one: TokenSequence) -> None:
-    table.allocate([one])
-    table.mark_computed(one, len(one) - 1)
-    table.release(one)
+def prefill_and_release(table: TrackedPageTable, sequence: TokenSequence) -> None:
+    table.allocate([sequence])
+    table.mark_computed(sequence, len(sequence) - 1)
+    table.release(sequence)

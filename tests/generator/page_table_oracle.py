@@ -13,10 +13,10 @@ from exlm.generator.token_sequence import TokenSequence
 def check_invariants(table: PageTable, sequences: Iterable[TokenSequence]) -> None:
     """Raise AssertionError if any invariant is broken, given every sequence that has pages."""
     allocated = [sequence for sequence in sequences if sequence.pages]
-    found = table.violations(Counter(index for sequence in allocated for index in sequence.pages))
+    violations = table.violations(Counter(index for sequence in allocated for index in sequence.pages))
     for n, sequence in enumerate(allocated):
-        found += (f"sequence {n}: {text}" for text in _sequence_violations(table, sequence))
-    assert not found, "\n".join(found)
+        violations += (f"sequence {n}: {text}" for text in _sequence_violations(table, sequence))
+    assert not violations, "\n".join(violations)
 
 
 def _sequence_violations(table: PageTable, sequence: TokenSequence) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A random walk over the page table and the scheduler, with every invariant checked after every step.
+"""Random operations on the page table and the scheduler; every invariant is checked after every step.
 
 The driver does what a generator does (start, copy, prefill, commit, decode, settle, rewind, finish) and what
 users do to it (queue anything, cancel at any moment), with failures in between. The runner verifies that
@@ -23,7 +23,7 @@ IMAGE = 1_000_000_000
 
 @dataclass(eq=False)
 class Job:
-    """A request as the scheduler sees it."""
+    """The part of a job that the scheduler uses."""
 
     sequences: list[TokenSequence]
     max_skips: int | None = 4
@@ -31,11 +31,11 @@ class Job:
 
 
 class CountingPageTable(PageTable):
-    """A page table that counts what is hard to see from outside."""
+    """A page table that counts internal events."""
 
-    def __init__(self, num_pages: int, page_size: int, seen: Counter[str]) -> None:
+    def __init__(self, num_pages: int, page_size: int, events: Counter[str]) -> None:
         super().__init__(num_pages, page_size)
-        self.counts = seen
+        self.counts = events
 
     def _use_shared_page(self, sequence: TokenSequence, i: int, other: Page) -> Page:
         self.counts["switches"] += sequence.pages[i] != other.index
@@ -47,7 +47,7 @@ class CountingPageTable(PageTable):
 
 
 class SchedulerFuzz:
-    """One generator's life."""
+    """Random operations on one scheduler and its page table."""
 
     def __init__(self, rng: Random, page_size: int = 4) -> None:
         self.rng = rng
@@ -61,30 +61,30 @@ class SchedulerFuzz:
         self.prompt_lengths: dict[int, int] = {}
 
     def check(self) -> None:
-        """Everything holds."""
+        """Check every invariant."""
         self.counts["checks"] += 1
         check_invariants(self.page_table, (s for job in self.scheduler.active for s in job.sequences))
 
     def step(self) -> None:
-        """One thing happens."""
+        """Perform one random operation."""
         self.counts["steps"] += 1
-        dice = self.rng.random()
-        if dice < 0.3 and len(self.scheduler.pending) < 12:
+        draw = self.rng.random()
+        if draw < 0.3 and len(self.scheduler.pending) < 12:
             for _ in range(self.rng.choice((1, 1, 1, 2, 3))):
                 self.enqueue()
-        elif dice < 0.36:
+        elif draw < 0.36:
             self.cancel_any(*self.scheduler.pending)
-        elif dice < 0.365:
+        elif draw < 0.365:
             for job in [*self.scheduler.active, *self.scheduler.pending]:
                 self.scheduler.cancel(job)
-        elif dice < 0.37:
+        elif draw < 0.37:
             self.page_table.clear_prefix_cache()
         else:
             self.round()
         self.check()
 
     def drain(self) -> None:
-        """Everything still in the queue comes to an end, and all pages come back."""
+        """Run until the queue is empty; then every page must be free."""
         self.rng = Random(len(self.earlier_ids))  # the walk's own may be a constant
         for _ in range(20_000):
             if not self.scheduler.num_unfinished:
@@ -96,7 +96,7 @@ class SchedulerFuzz:
         assert self.page_table.num_free_pages == self.page_table.num_pages
 
     def enqueue(self) -> None:
-        """A request: new text, text that began before, the continuation of an answer, a pair for guidance."""
+        """A random request: a new prompt, a shared prefix, the continuation of an answer, or a guidance pair."""
         rng = self.rng
         room = self.page_table.num_pages * self.page_table.page_size
         salt = rng.choice((b"", b"", b"", b"other"))
@@ -123,20 +123,20 @@ class SchedulerFuzz:
         del self.earlier_ids[:-20]
 
     def prompt(self) -> list[int]:
-        """Ids that often begin like others."""
+        """Random ids that often share a prefix with others."""
         rng = self.rng
-        words = ((1, 2, 3, 4), (1, 2, 3, 1), (2, 2), (1,), (3, 1, 4, 1, 5), (IMAGE, IMAGE + 1, IMAGE + 2))
+        parts = ((1, 2, 3, 4), (1, 2, 3, 1), (2, 2), (1,), (3, 1, 4, 1, 5), (IMAGE, IMAGE + 1, IMAGE + 2))
         ids: list[int] = []
         if self.earlier_ids and rng.random() < 0.6:
             ids = list(rng.choice(self.earlier_ids))
             if rng.random() < 0.4:
                 ids = ids[: rng.randint(0, len(ids))]
         for _ in range(rng.randint(0 if ids else 1, 4)):
-            ids += rng.choice(words)
+            ids += rng.choice(parts)
         return ids[:60]
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job, wherever it is."""
+        """Cancel a job, whether it is pending or active."""
         self.counts["cancels"] += 1
         assert self.scheduler.cancel(job)
         assert not self.scheduler.cancel(job)
@@ -162,7 +162,7 @@ class SchedulerFuzz:
                 self.check()
 
     def check_admission(self) -> None:
-        """Start jobs, and see that it was done fairly."""
+        """Admit jobs and check that the order was fair."""
         pending = self.scheduler.pending
         before = [job.skips for job in pending]
         started = self.scheduler.admit()
@@ -170,11 +170,11 @@ class SchedulerFuzz:
         assert rows <= self.scheduler.max_batch_size
         assert started == [job for job in pending if job in started]
         for n, job in enumerate(pending):
-            younger = sum(other in started for other in pending[n + 1 :])
+            num_overtaken_by = sum(other in started for other in pending[n + 1 :])
             if job not in started:
-                assert job.skips == before[n] + younger
+                assert job.skips == before[n] + num_overtaken_by
                 assert job.max_skips is None or job.skips <= job.max_skips
-                self.counts["overtaken"] += younger
+                self.counts["overtaken"] += num_overtaken_by
         if not started and not self.scheduler.active:
             assert not pending
         for job in started:
@@ -182,7 +182,7 @@ class SchedulerFuzz:
             self.counts["reused"] += sum(sequence.num_computed_tokens > 0 for sequence in job.sequences)
 
     def prefill(self, batch: list[PrefillChunk]) -> None:
-        """Carry out a plan, in any order, with a failure or a cancellation now and then."""
+        """Run a prefill batch in random order, with an occasional failure or cancellation."""
         self.check_independent(batch)
         copies = [chunk.copy for chunk in batch if chunk.copy is not None]
         self.rng.shuffle(copies)
@@ -207,14 +207,14 @@ class SchedulerFuzz:
             self.check_computed(chunk)
 
     def check_computed(self, chunk: PrefillChunk) -> None:
-        """Every token of a prompt was either computed or found."""
+        """Check that every token of a prompt was either computed or found in the cache."""
         sequence = chunk.sequence
         if sequence.pages:
             assert sequence.num_computed_tokens == self.computed[id(sequence)] + sequence.cached_tokens
             assert sequence.cached_pages * self.page_table.page_size <= sequence.cached_tokens
 
     def check_independent(self, batch: list[PrefillChunk]) -> None:
-        """No chunk needs or overwrites what another one of the plan writes; nothing valid is overwritten."""
+        """Check that no chunk reads or overwrites rows that another chunk of the batch writes, nor valid rows."""
         size = self.page_table.page_size
         copies = [chunk.copy for chunk in batch if chunk.copy is not None]
         assert not {copy.source for copy in copies} & {copy.target for copy in copies}
@@ -237,7 +237,7 @@ class SchedulerFuzz:
         assert len({id(chunk.sequence) for chunk in batch}) == len(batch)
 
     def decode(self, job: Job) -> None:
-        """Feed the last id and some guesses, accept some of them, settle or take back what was accepted."""
+        """Feed the last id and a draft, accept some of it, then finalize or rewind what was accepted."""
         rng = self.rng
         room = min(sequence.max_length - len(sequence) for sequence in job.sequences)
         if room <= 0:
@@ -256,15 +256,15 @@ class SchedulerFuzz:
                 return
 
     def finalize_or_rewind(self, job: Job) -> bool:
-        """What becomes of a token; whether the next accepted one is still wanted."""
-        dice = self.rng.random()
+        """Finalize or rewind after a token; return whether the next accepted token still applies."""
+        draw = self.rng.random()
         first = job.sequences[0]
         unfinalized = len(first) - first.num_final_tokens
-        if dice < 0.35:
+        if draw < 0.35:
             keep = self.rng.choice((0, 0, 1, 2))
             for sequence in job.sequences:
                 self.page_table.mark_final(sequence, len(sequence) - keep)
-        elif dice < 0.45 and unfinalized:
+        elif draw < 0.45 and unfinalized:
             self.counts["rewinds"] += 1
             back = self.rng.choice((unfinalized, self.rng.randint(1, unfinalized)))
             for sequence in job.sequences:
@@ -272,20 +272,20 @@ class SchedulerFuzz:
                 self.counts["page rewinds"] += (len(sequence) - 2) // size > (len(sequence) - back - 1) // size
                 self.page_table.rewind(sequence, len(sequence) - back)
             return False
-        elif dice < 0.47:
+        elif draw < 0.47:
             self.finish(job)
             return False
         return True
 
     def finish(self, job: Job) -> None:
-        """The end of a job."""
+        """Finish a job."""
         for sequence in job.sequences:
             assert self.prompt_lengths[id(sequence)] == self.computed[id(sequence)] + sequence.cached_tokens
         self.scheduler.finish(job)
         self.counts["finished"] += 1
 
     def token(self, sequence: TokenSequence, n: int) -> int:
-        """Mostly what equal texts go on with, so that answers meet."""
+        """The next id, mostly a function of the prefix, so that equal texts have equal continuations."""
         if self.rng.random() < 0.15:
             return self.rng.randint(1, 5)
         return (sum(sequence.ids[-3:]) + n) % 4 + 1

@@ -1,4 +1,4 @@
-"""Generators without a model: a real tokenizer over a toy vocabulary, a script, and a cache in name only."""
+"""Generators over a scripted model: a real tokenizer with a toy vocabulary, and a cache without tensors."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from tests.generator.toy_model import ToyRunner
 PIECES = vocabularies.LETTER_PIECES
 ID = {piece: number for number, piece in enumerate(PIECES)}
 Script = Callable[[list[int]], Sequence[int]]
-"""From the ids so far to those that may come next, best first."""
+"""Maps the ids so far to the candidates for the next one, best first."""
 
 
 def alphabet(prefix: list[int]) -> list[int]:
-    """Every letter is followed by the next one, z by a."""
+    """Continue with the next letter of the alphabet; a follows z."""
     return [(prefix[-1] - 2 + 1) % 26 + 2]
 
 
 def ids(text: str) -> Tensor:
-    """Letters, spaces and full stops as (1, n) ids."""
+    """The ids of letters, spaces and full stops, of shape (1, n)."""
     return torch.tensor([[ID[letter] for letter in text]])
 
 
 def make_tokenizer(folder: Path, pieces: Sequence[bytes] | None = None) -> Tokenizer:
-    """A real tokenizer that knows just these pieces, of which the first two are EOS and BOS."""
-    given = [piece.encode() for piece in PIECES] if pieces is None else list(pieces)
-    vocabularies.byte_codec(folder, given)
-    facts = {"bos_token_id": 1, "eos_token_id": 0, "eos_token_ids": [0], "pad_token_id": None}
-    return Tokenizer(SimpleNamespace(model_dir=str(folder), vocab_size=len(given), **facts))
+    """A real tokenizer whose vocabulary is `pieces`; the first two are EOS and BOS."""
+    piece_bytes = [piece.encode() for piece in PIECES] if pieces is None else list(pieces)
+    vocabularies.byte_codec(folder, piece_bytes)
+    special_ids = {"bos_token_id": 1, "eos_token_id": 0, "eos_token_ids": [0], "pad_token_id": None}
+    return Tokenizer(SimpleNamespace(model_dir=str(folder), vocab_size=len(piece_bytes), **special_ids))
 
 
 class HashingRunner(ToyRunner):
-    """A scripted model whose rows are fingerprints of all ids up to theirs: as strict, in constant memory."""
+    """A scripted model that stores in each row a hash of all ids up to it, in constant memory."""
 
     def __init__(self, script: Script, pages: int, size: int = 256, vocab: int = len(PIECES)) -> None:
         super().__init__(script, 0, size)
@@ -50,15 +50,17 @@ class HashingRunner(ToyRunner):
         self.log = deque(maxlen=100)  # type: ignore[assignment]
         self.vocab = vocab
 
-    def _write(self, sequence: Any, prefix: Sequence[int], fed: Sequence[int]) -> None:
-        seen, size, pages = hash(sequence.salt), self.size, sequence.pages
-        for at, token in enumerate(prefix):
-            seen = hash((seen, token))
-            found = self.row_hashes[pages[at // size]][at % size]
-            assert found == seen, f"row {at} of page {pages[at // size]} was computed from something else"
-        for at, token in enumerate(fed, len(prefix)):
-            seen = hash((seen, token))
-            self.row_hashes[pages[at // size]][at % size] = seen
+    def _write(self, sequence: Any, prefix: Sequence[int], new_tokens: Sequence[int]) -> None:
+        prefix_hash, size, pages = hash(sequence.salt), self.size, sequence.pages
+        for position, token in enumerate(prefix):
+            prefix_hash = hash((prefix_hash, token))
+            row_hash = self.row_hashes[pages[position // size]][position % size]
+            assert row_hash == prefix_hash, (
+                f"row {position} of page {pages[position // size]} was computed from something else"
+            )
+        for position, token in enumerate(new_tokens, len(prefix)):
+            prefix_hash = hash((prefix_hash, token))
+            self.row_hashes[pages[position // size]][position % size] = prefix_hash
 
     def _logits(self, prefix: list[int]) -> Tensor:
         row = torch.zeros(self.vocab)
@@ -69,7 +71,7 @@ class HashingRunner(ToyRunner):
 
 @dataclass
 class ScriptedCache:
-    """A cache's size, and who wrote to it last."""
+    """The attributes of a cache that a generator reads: its size and its last writer."""
 
     max_seq_len: int = 4096
     batch_size: int = 1
@@ -78,7 +80,7 @@ class ScriptedCache:
 
 
 class ScriptedModel:
-    """What a generator asks of a model; `runners` are those it was given, in order."""
+    """The attributes of a model that a generator uses; `runners` lists the runners it created, in order."""
 
     def __init__(self, script: Script = alphabet, vocab: int = len(PIECES), max_seq_len: int = 4096) -> None:
         self.script, self.vocab = script, vocab
@@ -98,32 +100,31 @@ class ScriptedModel:
 
 
 def make_generator(tokenizer: Tokenizer, script: Script = alphabet, tokens: int = 4096, **options: Any) -> Generator:
-    """A generator for a script."""
     vocab = tokenizer.config.vocab_size
     return Generator(ScriptedModel(script, vocab), ScriptedCache(tokens), tokenizer, **options)
 
 
-def job(prompt: str | list[int], new: int = 6, **options: Any) -> Job:
-    """A greedy job, unless it has its own settings."""
-    given = ids(prompt) if isinstance(prompt, str) else torch.tensor([prompt])
-    return Job(given, new, gen_settings=options.pop("settings", None) or Settings.greedy(), **options)
+def make_job(prompt: str | list[int], new: int = 6, **options: Any) -> Job:
+    """A job that samples greedily unless `settings` are given."""
+    prompt_ids = ids(prompt) if isinstance(prompt, str) else torch.tensor([prompt])
+    return Job(prompt_ids, new, gen_settings=options.pop("settings", None) or Settings.greedy(), **options)
 
 
-def run(machine: Generator, *jobs: Job) -> list[list[dict[str, Any]]]:
-    """The results of every round until all jobs are done."""
+def run(generator: Generator, *jobs: Job) -> list[list[dict[str, Any]]]:
+    """Iterate until all jobs are done; return the results of each iteration."""
     if jobs:
-        machine.enqueue(list(jobs))
+        generator.enqueue(list(jobs))
     rounds = []
-    while machine.num_remaining_jobs():
-        rounds.append([dict(result) for result in machine.iterate()])
+    while generator.num_remaining_jobs():
+        rounds.append([dict(result) for result in generator.iterate()])
     return rounds
 
 
 def streaming_results(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The results for sampled tokens."""
+    """The results of the stage "streaming"."""
     return [result for results in rounds for result in results if result["stage"] == "streaming"]
 
 
-def forward_passes(machine: Generator) -> list[tuple[str, int, int]]:
-    """The model's passes: kind, rows, tokens of each."""
-    return list(machine.model.runners[0].log)
+def forward_passes(generator: Generator) -> list[tuple[str, int, int]]:
+    """The forward passes of the model: kind, rows and tokens of each."""
+    return list(generator.model.runners[0].log)

@@ -1,4 +1,4 @@
-"""A cache whose tokens were moved by hand: a generator does not go on as if they were where it left them."""
+"""A generator notices when a caller moves or overwrites the tokens of its cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def components(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokeniz
 
 
 def copied(cache: Cache) -> None:
-    """The tokens of an empty cache over those that are there."""
+    """Overwrite the cache's tokens with those of an empty cache."""
     Cache(cache.model, max_seq_len=512).copy_states(cache, 0, 512, 0, 512, 0, 1, 0, 1)
 
 
@@ -32,12 +32,12 @@ MOVES: list[Callable[[Cache], None]] = [Cache.roll_left, Cache.allocate, copied]
 def test_between_two_requests_the_prompt_is_read_again(
     components: tuple[Model, Tokenizer], move: Callable[[Cache], None]
 ) -> None:
-    """It was found in the cache, where something else was by then."""
+    """Regression: the prompt was reused from a cache that had been overwritten."""
     cache = Cache(components[0], max_seq_len=512)
-    machine = Generator(components[0], cache, components[1])
-    expected = machine.generate(PROMPT, NEW, gen_settings=Settings.greedy())
+    generator = Generator(components[0], cache, components[1])
+    expected = generator.generate(PROMPT, NEW, gen_settings=Settings.greedy())
     move(cache)
-    text, last = machine.generate(PROMPT, NEW, gen_settings=Settings.greedy(), return_last_results=True)
+    text, last = generator.generate(PROMPT, NEW, gen_settings=Settings.greedy(), return_last_results=True)
     assert text == expected
     assert last["cached_tokens"] == 0
 
@@ -45,11 +45,11 @@ def test_between_two_requests_the_prompt_is_read_again(
 @pytest.mark.parametrize("move", MOVES)
 def test_during_a_request_it_fails(components: tuple[Model, Tokenizer], move: Callable[[Cache], None]) -> None:
     cache = Cache(components[0], max_seq_len=512)
-    machine = Generator(components[0], cache, components[1])
-    machine.enqueue(Job(components[1].encode(PROMPT), NEW, gen_settings=Settings.greedy()))
-    machine.iterate()
+    generator = Generator(components[0], cache, components[1])
+    generator.enqueue(Job(components[1].encode(PROMPT), NEW, gen_settings=Settings.greedy()))
+    generator.iterate()
     move(cache)
-    (last,) = machine.iterate()
+    (last,) = generator.iterate()
     assert last["eos"]
     with pytest.raises(InputError, match="Another caller has written to the cache"):
         raise last["error"]  # type: ignore[typeddict-item]

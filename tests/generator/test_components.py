@@ -1,4 +1,4 @@
-"""What a generator is made of, where that cannot work."""
+"""Invalid combinations of a generator's model, cache and tokenizer are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def components(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokeniz
 
 
 def test_a_draft_model_in_the_models_own_cache_is_refused(components: Any) -> None:
-    """It wrote over what the model had read, and the text was another one."""
+    """Regression: the draft overwrote the model's keys and values, which changed the text."""
     model, tokenizer = components
     cache = Cache(model, max_seq_len=512)
     with pytest.raises(InputError, match="draft_cache is the model's own cache"):
@@ -40,9 +40,9 @@ def test_swapped_components_are_refused(components: Any) -> None:
 
 
 def test_stop_conditions_may_be_an_array() -> None:
-    """The truth of a tensor was asked for, which is an error of torch."""
+    """Regression: an array was tested for truth, which torch refuses."""
     ids = torch.tensor([[1, 2]])
-    for given in (torch.tensor([3, 4]), torch.tensor([3, 4]).numpy(), torch.tensor([3, 3, 4]).tolist()):
-        assert Job(ids, 5, stop_conditions=given).stop_tokens == {3, 4}
+    for array in (torch.tensor([3, 4]), torch.tensor([3, 4]).numpy(), torch.tensor([3, 3, 4]).tolist()):
+        assert Job(ids, 5, stop_conditions=array).stop_tokens == {3, 4}
     with pytest.raises(InputError, match="stop_conditions must be a list"):
         Job(ids, 5, stop_conditions=torch.tensor(3))  # type: ignore[arg-type]

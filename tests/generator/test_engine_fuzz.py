@@ -1,4 +1,4 @@
-"""Whatever happens on a machine, a job says what it says alone."""
+"""A job gives the same results as alone, whatever else happens in its engine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def specs(tokenizer: Tokenizer) -> SpecsWithResults:
-    """Requests of all kinds, and what each gives alone."""
-    dice = Random(7)
-    recipes = [random_job_spec(dice, tokenizer) for _ in range(SPECS)]
+    """Requests of all kinds, each with its results when it runs alone."""
+    rng = Random(7)
+    recipes = [random_job_spec(rng, tokenizer) for _ in range(SPECS)]
     return [(recipe, run_alone(recipe, tokenizer)) for recipe in recipes]
 
 
-def run_fuzz(dice: Random, steps: int, tokenizer: Tokenizer, specs: SpecsWithResults) -> Counter[str]:
-    walk = EngineFuzz(dice, tokenizer, specs)
+def run_fuzz(rng: Random, steps: int, tokenizer: Tokenizer, specs: SpecsWithResults) -> Counter[str]:
+    walk = EngineFuzz(rng, tokenizer, specs)
     for _ in range(steps):
         walk.step()
     walk.drain()
@@ -38,9 +38,9 @@ def run_fuzz(dice: Random, steps: int, tokenizer: Tokenizer, specs: SpecsWithRes
 
 
 def test_many_engines(tokenizer: Tokenizer, specs: SpecsWithResults) -> None:
-    seen: Counter[str] = Counter()
+    events: Counter[str] = Counter()
     for seed in range(RUNS):
-        seen += run_fuzz(Random(seed), STEPS, tokenizer, specs)
+        events += run_fuzz(Random(seed), STEPS, tokenizer, specs)
     at_least = {
         "rounds": 20_000,
         "finished": 3000,
@@ -55,10 +55,10 @@ def test_many_engines(tokenizer: Tokenizer, specs: SpecsWithResults) -> None:
         "end_filter": 100,
         "stop_string": 50,
     }
-    assert {key: seen[key] for key in at_least if seen[key] < at_least[key]} == {}, seen
+    assert {key: events[key] for key in at_least if events[key] < at_least[key]} == {}, events
 
 
 @settings(max_examples=12)
-@given(dice=st.randoms(use_true_random=False), steps=st.integers(1, 30))
-def test_engines_hypothesis(tokenizer: Tokenizer, specs: SpecsWithResults, dice: Random, steps: int) -> None:
-    run_fuzz(dice, steps, tokenizer, specs)
+@given(rng=st.randoms(use_true_random=False), steps=st.integers(1, 30))
+def test_engines_hypothesis(tokenizer: Tokenizer, specs: SpecsWithResults, rng: Random, steps: int) -> None:
+    run_fuzz(rng, steps, tokenizer, specs)

@@ -1,4 +1,4 @@
-"""Post-sampling hooks in the loop: they see each token of their own job and may put another in its place."""
+"""Post-sampling hooks see each token of their own job and may replace it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from exlm import Filter, InputError, Job, PostSamplingResult, Settings
 from exlm.generator.speculative import NgramDrafter
 from tests.generator import scripted
-from tests.generator.test_engine import TOKENIZER, alphabet, job, make_engine, run, streaming_results, tokens
+from tests.generator.test_engine import TOKENIZER, alphabet, make_engine, make_job, run, streaming_results, tokens
 from tests.generator.toy_model import VOCAB
 
 
@@ -30,26 +30,28 @@ def replacing(old: str, new: str) -> Any:
 @pytest.mark.parametrize("none", [None, [], ()])
 def test_no_hooks(none: Any) -> None:
     settings = Settings.greedy(post_sampling_hooks=none)
-    assert streaming_results(run(make_engine(), job("abc", 3, settings=settings)))[-1]["full_completion"] == "def"
+    assert streaming_results(run(make_engine(), make_job("abc", 3, settings=settings)))[-1]["full_completion"] == "def"
 
 
 def test_a_hook_sees_what_was_sampled() -> None:
-    seen: list[PostSamplingResult] = []
-    results = streaming_results(run(make_engine(), job("abc", 3, settings=hooked(seen.append), return_top_tokens=2)))
+    sampled: list[PostSamplingResult] = []
+    results = streaming_results(
+        run(make_engine(), make_job("abc", 3, settings=hooked(sampled.append), return_top_tokens=2))
+    )
     assert [result["text"] for result in results] == ["d", "e", "f"]
-    assert [one.token for one in seen] == tokens("def")
-    assert all(one.sampled_token.shape == one.sampled_prob.shape == (1, 1) for one in seen)
-    assert all(float(one.sampled_prob) == 1.0 for one in seen)
-    assert all(one.candidate_tokens.shape == one.candidate_probs.shape == (1, 1, 2) for one in seen)
-    assert all(one.logits.shape == (1, 1, VOCAB) for one in seen)
-    assert int(seen[1].logits.argmax()) == tokens("e")[0]
+    assert [entry.token for entry in sampled] == tokens("def")
+    assert all(entry.sampled_token.shape == entry.sampled_prob.shape == (1, 1) for entry in sampled)
+    assert all(float(entry.sampled_prob) == 1.0 for entry in sampled)
+    assert all(entry.candidate_tokens.shape == entry.candidate_probs.shape == (1, 1, 2) for entry in sampled)
+    assert all(entry.logits.shape == (1, 1, VOCAB) for entry in sampled)
+    assert int(sampled[1].logits.argmax()) == tokens("e")[0]
     assert "token_probs" not in results[0]
     assert "logits" not in results[0]
 
 
 def test_a_hook_replaces_a_token_and_the_text_goes_on_from_there() -> None:
     results = streaming_results(
-        run(make_engine(), job("abc", 5, settings=hooked(replacing("e", "q"), replacing("q", "w"))))
+        run(make_engine(), make_job("abc", 5, settings=hooked(replacing("e", "q"), replacing("q", "w"))))
     )
     assert results[-1]["full_completion"] == "dwxyz"
     assert results[1]["token_ids"].tolist() == [tokens("w")]
@@ -63,12 +65,12 @@ def test_stops_bans_and_drafts_see_only_the_replaced_token(drafting: bool) -> No
     last = streaming_results(
         run(
             make_engine(**options),
-            job(prompt, 9, settings=settings, stop_conditions=["h", "o"], return_probs=True),
+            make_job(prompt, 9, settings=settings, stop_conditions=["h", "o"], return_probs=True),
         )
     )[-1]
     assert (last["full_completion"], last["eos_reason"]) == ("defgmn", "stop_string")
     banned = streaming_results(
-        run(make_engine(alphabet, **options), job(prompt, 3, settings=settings, banned_strings=["h"]))
+        run(make_engine(alphabet, **options), make_job(prompt, 3, settings=settings, banned_strings=["h"]))
     )[-1]
     assert banned["full_completion"] == "def"
 
@@ -85,10 +87,14 @@ def test_a_broken_hook_fails_its_own_job() -> None:
     def broken(result: PostSamplingResult) -> None:
         raise KeyError("oops")
 
-    def outside(result: PostSamplingResult) -> None:
+    def sample_outside_vocabulary(result: PostSamplingResult) -> None:
         result.sampled_token = VOCAB
 
-    jobs = [job("abc", 3), job("def", 3, settings=hooked(broken)), job("xyz", 3, settings=hooked(outside))]
+    jobs = [
+        make_job("abc", 3),
+        make_job("def", 3, settings=hooked(broken)),
+        make_job("xyz", 3, settings=hooked(sample_outside_vocabulary)),
+    ]
     last = {result["serial"]: result for result in streaming_results(run(make_engine(), *jobs)) if result["eos"]}
     assert last[0]["full_completion"] == "def"
     for serial, message in ((1, "hook failed: KeyError"), (2, f"hook chose {VOCAB}")):
@@ -98,26 +104,26 @@ def test_a_broken_hook_fails_its_own_job() -> None:
 
 
 class RecordingFilter(Filter):
-    """Notes what it is fed; anything may come."""
+    """A filter that records its tokens and allows all of them."""
 
-    fed: list[int]
+    token_ids: list[int]
 
     def begin(self, prefix_str: Any) -> None:
-        self.fed = []
+        self.token_ids = []
 
     def feed(self, token: Any) -> None:
-        self.fed.append(int(token))
+        self.token_ids.append(int(token))
 
     def next(self) -> Any:
         return set(range(2, VOCAB)), set()
 
 
-@pytest.mark.parametrize(("silent", "heard"), [("", "defg"), ("e", "dfg"), ("df", "eg")])
-def test_a_hook_may_keep_a_token_from_the_filters(tmp_path: Path, silent: str, heard: str) -> None:
+@pytest.mark.parametrize(("skipped", "expected"), [("", "defg"), ("e", "dfg"), ("df", "eg")])
+def test_a_hook_may_keep_a_token_from_the_filters(tmp_path: Path, skipped: str, expected: str) -> None:
     def hook(result: PostSamplingResult) -> None:
-        result.feed_filters = result.token not in tokens(silent)
+        result.feed_filters = result.token not in tokens(skipped)
 
-    machine = scripted.make_generator(texts := scripted.make_tokenizer(tmp_path))
-    listener = RecordingFilter(None, texts)
-    scripted.run(machine, scripted.job("abc", 4, settings=hooked(hook), filters=[listener]))
-    assert listener.fed == tokens(heard)
+    generator = scripted.make_generator(tokenizer := scripted.make_tokenizer(tmp_path))
+    recording_filter = RecordingFilter(None, tokenizer)
+    scripted.run(generator, scripted.make_job("abc", 4, settings=hooked(hook), filters=[recording_filter]))
+    assert recording_filter.token_ids == tokens(expected)

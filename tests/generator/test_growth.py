@@ -1,4 +1,4 @@
-"""The host's work for a token does not grow with the context, nor that for a job with the queue.
+"""The host's work per token does not grow with the context, nor that per job with the queue.
 
 It is counted, because times on a shared machine prove little: the interpreter's instructions, the memory that
 a step asks for, and the objects that the garbage collector has to visit. `benchmarks.host` has the times.
@@ -25,11 +25,11 @@ from exlm.generator.speculative import NgramDrafter
 from exlm.sampling import Settings
 from tests.generator import scripted
 from tests.generator.counting import instructions
-from tests.generator.test_engine import TOKENIZER, alphabet, job, make_engine, run, streaming_results
+from tests.generator.test_engine import TOKENIZER, alphabet, make_engine, make_job, run, streaming_results
 from tests.generator.toy_model import VOCAB, ToyRunner
 
 SHORT, LONG = 128, 16_000  # they end at the same place of a page
-WAYS: list[dict[str, Any]] = [
+JOB_OPTIONS: list[dict[str, Any]] = [
     {},
     {"stop_conditions": ["never said", 0]},
     {"banned_strings": ["never said"]},
@@ -39,39 +39,40 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def behind(context: int, drafts: bool, settings: Settings | None = None, **options: Any) -> EngineCore:
-    """A loop in the middle of a long text."""
-    machine = host.engine_after_context(context, 30, drafts)
-    (known,) = machine.scheduler.active
-    prompt = torch.tensor([known.sequences[0].ids[:context]])
-    machine.clear()
-    machine.enqueue(Job(prompt, 240, gen_settings=settings or Settings.greedy(), **options))
+def engine_in_decode(context: int, drafts: bool, settings: Settings | None = None, **options: Any) -> EngineCore:
+    """An engine that decodes one job after a context of this length."""
+    engine = host.engine_after_context(context, 30, drafts)
+    (active,) = engine.scheduler.active
+    prompt = torch.tensor([active.sequences[0].ids[:context]])
+    engine.clear()
+    engine.enqueue(Job(prompt, 240, gen_settings=settings or Settings.greedy(), **options))
     for _ in range(4):
-        machine.step()
-    return machine
+        engine.step()
+    return engine
 
 
-def several(machine: EngineCore) -> Callable[[], None]:
+def five_steps(engine: EngineCore) -> Callable[[], None]:
     def work() -> None:
         for _ in range(5):
-            machine.step()
+            engine.step()
 
     return work
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("way", range(len(WAYS)))
-def test_a_step_is_as_much_work_behind_any_context(way: int, drafts: bool) -> None:
-    short, long = (instructions(several(behind(context, drafts, **WAYS[way]))) for context in (SHORT, LONG))
+@pytest.mark.parametrize("case", range(len(JOB_OPTIONS)))
+def test_a_step_is_as_much_work_behind_any_context(case: int, drafts: bool) -> None:
+    engines = (engine_in_decode(context, drafts, **JOB_OPTIONS[case]) for context in (SHORT, LONG))
+    short, long = (instructions(five_steps(engine)) for engine in engines)
     assert abs(long - short) < 0.02 * short
 
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_step_copies_no_context(drafts: bool) -> None:
-    """A list of all ids would be 128 kB."""
+    """A copy of all ids would take 128 kB."""
     peaks = []
     for context in (SHORT, LONG):
-        work = several(behind(context, drafts))
+        work = five_steps(engine_in_decode(context, drafts))
         tracemalloc.start()
         try:
             work()
@@ -81,118 +82,118 @@ def test_a_step_copies_no_context(drafts: bool) -> None:
     assert peaks[1] < peaks[0] + 20_000
 
 
-def waiting(count: int) -> tuple[EngineCore, list[Job]]:
-    """A loop in which one job runs and so many wait."""
-    machine = make_engine(pages=4, max_batch_size=1)
-    machine.enqueue(job("abc", 500))
-    jobs = [job([2 + n % 26, 3], 500, stop_conditions=[0]) for n in range(count)]
-    for one in jobs:
-        machine.enqueue(one)
-    machine.step()
-    return machine, jobs
+def engine_with_queue(count: int) -> tuple[EngineCore, list[Job]]:
+    """An engine in which one job runs and `count` jobs wait."""
+    engine = make_engine(pages=4, max_batch_size=1)
+    engine.enqueue(make_job("abc", 500))
+    jobs = [make_job([2 + n % 26, 3], 500, stop_conditions=[0]) for n in range(count)]
+    for job in jobs:
+        engine.enqueue(job)
+    engine.step()
+    return engine, jobs
 
 
-def work_on(count: int) -> dict[str, int]:
-    """Instructions of everything that may be done while so many wait."""
-    machine, jobs = waiting(count)
-    late = job("xyz", 500)
-    found = {
-        "enqueue": instructions(lambda: machine.enqueue(late)),
-        "step": instructions(machine.step),
-        "cancel": instructions(lambda: machine.cancel(jobs[count // 2])),
-        "step after": instructions(machine.step),
-        "remaining": instructions(lambda: machine.busy),
+def count_instructions(count: int) -> dict[str, int]:
+    """The instructions of each operation on an engine in which `count` jobs wait."""
+    engine, jobs = engine_with_queue(count)
+    new_job = make_job("xyz", 500)
+    counts = {
+        "enqueue": instructions(lambda: engine.enqueue(new_job)),
+        "step": instructions(engine.step),
+        "cancel": instructions(lambda: engine.cancel(jobs[count // 2])),
+        "step after": instructions(engine.step),
+        "remaining": instructions(lambda: engine.busy),
     }
-    machine.cancel(machine.scheduler.active[0])
-    return found | {"admit": instructions(machine.step)}
+    engine.cancel(engine.scheduler.active[0])
+    return counts | {"admit": instructions(engine.step)}
 
 
 def test_a_job_is_as_much_work_in_any_queue() -> None:
-    short, long = work_on(10), work_on(3000)
+    short, long = count_instructions(10), count_instructions(3000)
     assert short.keys() == long.keys()
     for name, count in short.items():
         assert long[name] <= 1.02 * count, name
 
 
-def visited() -> int:
-    """How many objects the garbage collector goes through."""
+def num_tracked_objects() -> int:
+    """How many objects the garbage collector tracks."""
     gc.collect()
-    gc.collect()  # a tuple is let off once what is in it was
+    gc.collect()  # a tuple is untracked one collection after its elements
     return len(gc.get_objects())
 
 
 def test_a_waiting_job_is_few_objects() -> None:
-    """All of them are visited again and again while a long queue is made."""
-    machine, _ = waiting(1)
+    """The garbage collector visits all of them repeatedly while a long queue is built."""
+    engine, _ = engine_with_queue(1)
     settings = Settings.greedy()
-    before = visited()
-    jobs = [job([2, 3], 500, settings=settings, stop_conditions=[0]) for _ in range(200)]
-    made = visited()
-    for one in jobs:
-        machine.enqueue(one)
-    enqueued = visited()
-    assert made - before < 12 * len(jobs)
-    assert enqueued - made < 1 * len(jobs)
+    before = num_tracked_objects()
+    jobs = [make_job([2, 3], 500, settings=settings, stop_conditions=[0]) for _ in range(200)]
+    created = num_tracked_objects()
+    for job in jobs:
+        engine.enqueue(job)
+    enqueued = num_tracked_objects()
+    assert created - before < 12 * len(jobs)
+    assert enqueued - created < 1 * len(jobs)
     assert (jobs[0].new_tokens, jobs[0].held_text, jobs[0].full_completion) == (0, "", "")
 
 
-class Adapted:
-    """What a sequence with adapters brings."""
+class AdapterExtras:
+    """The extras of a sequence with adapters, which count the checks for unloaded adapters."""
 
-    asked = 0
+    num_checks = 0
 
-    def __init__(self, salt: bytes, gone: set[bytes]) -> None:
-        self.salt, self.gone = salt, gone
+    def __init__(self, salt: bytes, unloaded: set[bytes]) -> None:
+        self.salt, self.unloaded = salt, unloaded
 
     def unloaded_error(self) -> NotLoaded | None:
-        Adapted.asked += 1
-        return NotLoaded(f"{self.salt!r} is gone") if self.salt in self.gone else None
+        AdapterExtras.num_checks += 1
+        return NotLoaded(f"{self.salt!r} is gone") if self.salt in self.unloaded else None
 
 
 def test_adapters_are_looked_after_once_for_all_jobs_that_have_them() -> None:
-    gone: set[bytes] = set()
+    unloaded: set[bytes] = set()
     runner = ToyRunner(alphabet, 16)
-    machine = EngineCore(
+    engine = EngineCore(
         runner, PageTable(16), TOKENIZER, VOCAB, max_batch_size=2,
-        make_extras=lambda ids, loras, embeddings: Adapted(loras, gone),
+        make_extras=lambda ids, loras, embeddings: AdapterExtras(loras, unloaded),
     )  # fmt: skip
-    jobs = [job("abc", 5, loras=(b"one", b"two", b"three")[n % 3]) for n in range(60)]
+    jobs = [make_job("abc", 5, loras=(b"one", b"two", b"three")[n % 3]) for n in range(60)]
     for one in jobs:
-        machine.enqueue(one)
-    Adapted.asked = 0
-    machine.step()
-    assert Adapted.asked == 3
-    gone.add(b"two")
-    failed = [one for one in machine.step() if "error" in one]
+        engine.enqueue(one)
+    AdapterExtras.num_checks = 0
+    engine.step()
+    assert AdapterExtras.num_checks == 3
+    unloaded.add(b"two")
+    failed = [one for one in engine.step() if "error" in one]
     assert [one["serial"] for one in failed] == [*range(1, 60, 3)]
     assert len({id(one["error"]) for one in failed}) == 20  # type: ignore[typeddict-item]
-    ended = [one for one in streaming_results(run(machine)) if one["eos"]]
-    assert sorted(one["serial"] for one in ended) == [n for n in range(60) if n % 3 != 1]
-    assert all(one["eos_reason"] == "max_new_tokens" for one in ended)
-    machine.enqueue(job("abc", 1))
-    machine.step()
-    assert not machine._jobs_by_adapters
+    last = [one for one in streaming_results(run(engine)) if one["eos"]]
+    assert sorted(one["serial"] for one in last) == [n for n in range(60) if n % 3 != 1]
+    assert all(one["eos_reason"] == "max_new_tokens" for one in last)
+    engine.enqueue(make_job("abc", 1))
+    engine.step()
+    assert not engine._jobs_by_adapters
 
 
 def test_reading_results_is_as_much_work_beside_any_number_of_jobs(tmp_path: Path) -> None:
     tokenizer = scripted.make_tokenizer(tmp_path)
     counts = []
     for count in (10, 3000):
-        machine = scripted.make_generator(tokenizer, max_batch_size=2)
-        own = scripted.job("abc", 500)
-        group = JobGroup(machine, [own])
+        generator = scripted.make_generator(tokenizer, max_batch_size=2)
+        job = scripted.make_job("abc", 500)
+        group = JobGroup(generator, [job])
         group.enqueue()
-        machine.enqueue([scripted.job([2 + n % 26, 3], 500) for n in range(count)])
-        while own.new_tokens < 5:
+        generator.enqueue([scripted.make_job([2 + n % 26, 3], 500) for n in range(count)])
+        while job.new_tokens < 5:
             group.next_result()
-        counts.append([instructions(group.next_result), instructions(machine.num_remaining_jobs)])
-        assert machine.num_pending_jobs == count - 1
+        counts.append([instructions(group.next_result), instructions(generator.num_remaining_jobs)])
+        assert generator.num_pending_jobs == count - 1
     assert counts[0] == counts[1]
 
 
 def test_the_drafter_of_the_benchmark_is_right_all_the_time() -> None:
-    """Else its line would say little about drafting."""
-    machine = host.engine_after_context(SHORT, 5, True)
-    assert isinstance(machine.drafter, NgramDrafter)
+    """Otherwise the benchmark would measure little of drafting."""
+    engine = host.engine_after_context(SHORT, 5, True)
+    assert isinstance(engine.drafter, NgramDrafter)
     for _ in range(3):
-        assert len(machine.step()) == 1 + host.MAX_DRAFT_TOKENS
+        assert len(engine.step()) == 1 + host.MAX_DRAFT_TOKENS

@@ -1,4 +1,4 @@
-"""N-gram drafting proposes what it always did, through every rewind, and its index costs little."""
+"""N-gram drafting equals its reference implementation through every rewind, and its index is cheap."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from exlm.generator.speculative import ModelDrafter, NgramDrafter, NgramIndex
 from exlm.generator.token_sequence import TokenSequence
 from tests.generator.counting import instructions
-from tests.generator.ngram_oracle import CheckedNgramDraft, oracle
-from tests.generator.test_engine import job, make_engine, run, streaming_results
+from tests.generator.ngram_oracle import CheckedNgramDraft, search_draft
+from tests.generator.test_engine import make_engine, make_job, run, streaming_results
 from tests.generator.test_speculation import repetitive_script
 
 letters = st.integers(0, 2)
@@ -29,11 +29,11 @@ changes = st.one_of(
 
 
 def test_the_oracle_goes_on_in_circles() -> None:
-    assert oracle([1, 2, 3, 1, 2], 7, 4) == [3, 1, 2, 3, 1, 2, 3]
-    assert oracle([5, 5], 3, 4) == [5, 5, 5]
-    assert oracle([1, 2, 3], 3, 4) == []
-    assert oracle([1, 2, 9, 3, 2, 8, 1, 2], 1, 2) == [8]
-    assert oracle([1, 2, 9, 3, 2, 8, 1, 2], 1, 3) == [9]
+    assert search_draft([1, 2, 3, 1, 2], 7, 4) == [3, 1, 2, 3, 1, 2, 3]
+    assert search_draft([5, 5], 3, 4) == [5, 5, 5]
+    assert search_draft([1, 2, 3], 3, 4) == []
+    assert search_draft([1, 2, 9, 3, 2, 8, 1, 2], 1, 2) == [8]
+    assert search_draft([1, 2, 9, 3, 2, 8, 1, 2], 1, 3) == [9]
 
 
 @given(
@@ -42,58 +42,58 @@ def test_the_oracle_goes_on_in_circles() -> None:
     st.lists(changes, max_size=40),
     st.integers(2, 6),
 )
-def test_guesses_are_the_oracles(
+def test_drafts_equal_the_reference_implementation(
     prompt: list[int], admitted: bool, changes: list[tuple[Any, ...]], longest: int
 ) -> None:
-    """Whatever is appended and taken back between two guesses, and whenever the first is asked for.
+    """Tokens are appended and rewound at random between drafts and before the first one.
 
-    A prompt that was `admitted` is settled and never taken back.
+    An `admitted` prompt is final and never rewound.
     """
     sequence, drafter = TokenSequence(ids=list(prompt), max_length=999), NgramDrafter(longest)
     if admitted:
         sequence.num_final_tokens = len(prompt)
-    for kind, *how in changes:
+    for kind, *arguments in changes:
         if kind == "append":
-            sequence.ids += how[0]
+            sequence.ids += arguments[0]
         elif kind == "rewind":
-            length = max(1, sequence.num_final_tokens, len(sequence.ids) - how[0])
+            length = max(1, sequence.num_final_tokens, len(sequence.ids) - arguments[0])
             drafter.truncate(sequence, length)
             del sequence.ids[length:]
         elif kind == "ask":
-            assert drafter.propose([sequence], how) == [oracle(sequence.ids, how[0], longest)]
+            assert drafter.propose([sequence], arguments) == [search_draft(sequence.ids, arguments[0], longest)]
         else:
-            assert drafter.has_candidate(sequence) == bool(oracle(sequence.ids, 1, longest))
+            assert drafter.has_candidate(sequence) == bool(search_draft(sequence.ids, 1, longest))
     drafter.release(sequence)
     assert not drafter._indexes
 
 
-def test_what_was_taken_back_and_said_differently_is_not_remembered() -> None:
-    """Nothing was asked for in between, and the text is as long as it was."""
+def test_a_rewound_continuation_is_not_drafted() -> None:
+    """No draft was requested in between, and the text has its old length again."""
     sequence, drafter = TokenSequence(ids=[1, 2, 3, 4, 1, 2], max_length=99), NgramDrafter(4)
     assert drafter.propose([sequence], [1]) == [[3]]
     sequence.ids += [7, 8, 1]
     assert drafter.propose([sequence], [1]) == [[2]]
     drafter.truncate(sequence, 6)
     sequence.ids[6:] = [9, 9, 9, 7]
-    assert drafter.propose([sequence], [3]) == [oracle(sequence.ids, 3, 4)] == [[]]
+    assert drafter.propose([sequence], [3]) == [search_draft(sequence.ids, 3, 4)] == [[]]
 
 
-def test_a_small_model_reads_again_what_was_said_differently() -> None:
-    """A rewind, and as many other tokens before it is asked again: it is fed all of those."""
-    fed: list[tuple[int, list[int]]] = []
+def test_a_draft_model_reads_tokens_again_after_a_rewind() -> None:
+    """After a rewind and as many other tokens, the draft model reads all of those."""
+    prefills: list[tuple[int, list[int]]] = []
 
     class Small:
         def copy(self, orders: Any) -> None: ...
 
         def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
-            fed.append((start, sequence.ids[start:stop]))
+            prefills.append((start, sequence.ids[start:stop]))
 
         def decode(self, sequences: Any, past: Sequence[int], tokens: Sequence[Sequence[int]]) -> Any:
-            fed.append((past[0], [*tokens[0]]))
+            prefills.append((past[0], [*tokens[0]]))
             return [NoLogits()]
 
     class NoLogits:
-        def __getitem__(self, place: int) -> NoLogits:
+        def __getitem__(self, index: int) -> NoLogits:
             return self
 
         def argmax(self) -> int:
@@ -103,18 +103,18 @@ def test_a_small_model_reads_again_what_was_said_differently() -> None:
     drafter.prefill(sequence, 0, 2)
     sequence.ids += [4, 5]
     drafter.propose([sequence], [1])
-    assert fed == [(0, [1, 2]), (2, [3, 4, 5])]
+    assert prefills == [(0, [1, 2]), (2, [3, 4, 5])]
     drafter.truncate(sequence, 3)
     sequence.ids[3:] = [6, 7, 8, 9]
     drafter.propose([sequence], [1])
-    assert fed[2] == (3, [6, 7, 8, 9])
+    assert prefills[2] == (3, [6, 7, 8, 9])
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_loop_that_rewinds_is_told_what_the_oracle_tells(seed: int) -> None:
-    """Banned strings take tokens back, a healed token is sampled anew, and wrong guesses end."""
-    dice = random.Random(seed)
-    drafter = CheckedNgramDraft(dice.randint(2, 5))
+def test_an_engine_with_rewinds_drafts_as_the_reference_implementation(seed: int) -> None:
+    """Rewinds come from banned strings, token healing and rejected drafts."""
+    rng = random.Random(seed)
+    drafter = CheckedNgramDraft(rng.randint(2, 5))
     taken_back = []
 
     def truncate(sequence: TokenSequence, length: int) -> None:
@@ -122,41 +122,41 @@ def test_a_loop_that_rewinds_is_told_what_the_oracle_tells(seed: int) -> None:
         NgramDrafter.truncate(drafter, sequence, length)
 
     drafter.truncate = truncate  # type: ignore[method-assign]
-    machine = make_engine(repetitive_script, drafter=drafter, num_draft_tokens=7)
+    engine = make_engine(repetitive_script, drafter=drafter, num_draft_tokens=7)
     jobs = [
-        job(
-            [dice.randrange(2, 12) for _ in range(dice.choice([1, 7, 40]))],
+        make_job(
+            [rng.randrange(2, 12) for _ in range(rng.choice([1, 7, 40]))],
             60,
-            banned_strings=dice.choice([None, ["a", "c"], ["bc", "f"]]),
-            token_healing=dice.random() < 0.3,
+            banned_strings=rng.choice([None, ["a", "c"], ["bc", "f"]]),
+            token_healing=rng.random() < 0.3,
             stop_conditions=["xyz"],
         )
         for _ in range(6)
     ]
-    last = [result for result in streaming_results(run(machine, *jobs)) if result["eos"]]
+    last = [result for result in streaming_results(run(engine, *jobs)) if result["eos"]]
     assert sum(result["accepted_draft_tokens"] for result in last) > 0
     assert sum(result["rejected_draft_tokens"] for result in last) > 0
     assert taken_back
     assert not drafter._indexes
 
 
-def test_no_index_before_a_guess_is_wanted() -> None:
+def test_no_index_is_built_before_a_draft_is_requested() -> None:
     drafter = NgramDrafter(4)
-    machine = make_engine(drafter=drafter, num_draft_tokens=7)
-    silent, eager = job("abcabc", 4, speculative=False), job("abcabc", 4)
-    for one in (silent, eager):
-        machine.enqueue(one)
-    machine.step()
+    engine = make_engine(drafter=drafter, num_draft_tokens=7)
+    silent, eager = make_job("abcabc", 4, speculative=False), make_job("abcabc", 4)
+    for job in (silent, eager):
+        engine.enqueue(job)
+    engine.step()
     assert [*drafter._indexes] == [id(eager.sequences[0])]
 
 
 def text(length: int) -> list[int]:
-    dice = random.Random(length)
-    return [dice.randrange(500) for _ in range(length)]
+    rng = random.Random(length)
+    return [rng.randrange(500) for _ in range(length)]
 
 
 def work_of_a_round(context: int) -> int:
-    """Instructions of the interpreter: tokens come, a guess is made, some are taken back, another guess."""
+    """The bytecode instructions of one round: append tokens, draft, rewind some, draft again."""
     sequence, drafter = TokenSequence(ids=text(context), max_length=99_999), NgramDrafter(4)
     sequence.num_final_tokens = context
     drafter.has_candidate(sequence)
@@ -179,7 +179,7 @@ def test_a_guess_and_a_rewind_cost_the_same_behind_any_context() -> None:
 def test_the_garbage_collector_has_nothing_to_visit() -> None:
     index = NgramIndex(3, text(1000))
     index.extend(text(1000) + text(500))
-    assert not any(gc.is_tracked(ends) for ends in index._ends)
+    assert not any(gc.is_tracked(positions) for positions in index._ends)
 
 
 def test_memory_is_a_small_multiple_of_the_context() -> None:

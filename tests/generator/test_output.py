@@ -1,4 +1,4 @@
-"""What may be seen of a job's tokens: the reference's traces as corrected, and every rule by itself."""
+"""OutputProcessor: the reference's traces as corrected, and each rule by itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.generator.toy_vocabulary import (
     EMOJI,
     ID,
     SPECIAL,
-    detokenizer_of,
     emit_each,
+    make_detokenizer,
     push,
     toy_detokenizer,
 )
@@ -27,8 +27,8 @@ def test_g1_every_token_is_shown_until_the_limit() -> None:
 
 def test_g2_a_stop_string_is_withheld_and_its_tokens_are_not() -> None:
     output = OutputProcessor(toy_detokenizer(), max_new_tokens=20, stop_strings=["gh"])
-    end = Stop("stop_string", "", 2, "gh", 0, "gh")
-    assert push(output, "defgh") == [*emit_each("def"), Hold(), end]
+    stop = Stop("stop_string", "", 2, "gh", 0, "gh")
+    assert push(output, "defgh") == [*emit_each("def"), Hold(), stop]
     assert output.new_tokens == 5
 
 
@@ -83,23 +83,23 @@ def test_g7_stop_tokens_are_blocked_before_the_minimum() -> None:
 
 
 def test_g15_parts_of_a_character_are_shown_together() -> None:
-    output = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=9)
+    output = OutputProcessor(make_detokenizer(BYTES), max_new_tokens=9)
     assert [output.push(part) for part in EMOJI] == [Hold(), Hold(), Hold(), Emit("\U0001f600", 4)]
 
 
 def test_g15_an_end_inside_a_character_shows_what_is_there() -> None:
-    output = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=3)
+    output = OutputProcessor(make_detokenizer(BYTES), max_new_tokens=3)
     assert [output.push(part) for part in EMOJI[:3]] == [Hold(), Hold(), Stop("max_new_tokens", "\ufffd", 3)]
-    output = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=9, stop_tokens=[33])
-    verdicts = [output.push(part) for part in [*EMOJI[:2], 33]]
-    assert verdicts[2] == Stop("stop_token", "\ufffd", 2, "!", 1, 33)
+    output = OutputProcessor(make_detokenizer(BYTES), max_new_tokens=9, stop_tokens=[33])
+    actions = [output.push(part) for part in [*EMOJI[:2], 33]]
+    assert actions[2] == Stop("stop_token", "\ufffd", 2, "!", 1, 33)
 
 
 # ---- ends
 
 
 def test_a_stop_token_releases_held_text() -> None:
-    """T19: text, and its tokens."""
+    """The held text and its tokens are emitted."""
     output = OutputProcessor(
         toy_detokenizer(), max_new_tokens=9, stop_tokens=[0], stop_strings=["fz"], banned_strings=["EX"]
     )
@@ -138,8 +138,8 @@ def test_the_end_of_a_filter_is_shown() -> None:
     assert OutputProcessor(toy_detokenizer(), max_new_tokens=1).push(ID["t"], filter_done=True) == Stop(
         "max_new_tokens", "t", 1
     )
-    stopped = OutputProcessor(toy_detokenizer(), max_new_tokens=9, stop_strings=["t"]).push(ID["t"], filter_done=True)
-    assert stopped == Stop("stop_string", "", 1, "t", 0, "t")
+    action = OutputProcessor(toy_detokenizer(), max_new_tokens=9, stop_strings=["t"]).push(ID["t"], filter_done=True)
+    assert action == Stop("stop_string", "", 1, "t", 0, "t")
 
 
 def test_stop_strings_ignore_the_minimum_and_stop_tokens_do_not() -> None:
@@ -152,7 +152,7 @@ def test_stop_strings_ignore_the_minimum_and_stop_tokens_do_not() -> None:
 
 
 def test_a_stop_string_may_begin_and_end_inside_tokens() -> None:
-    output = OutputProcessor(detokenizer_of([b"one\nUs", b"er: two"]), max_new_tokens=9, stop_strings=["\nUser:"])
+    output = OutputProcessor(make_detokenizer([b"one\nUs", b"er: two"]), max_new_tokens=9, stop_strings=["\nUser:"])
     assert [output.push(0), output.push(1)] == [
         Hold(),
         Stop("stop_string", "one", 2, "\nUser: two", 0, "\nUser:"),
@@ -161,14 +161,13 @@ def test_a_stop_string_may_begin_and_end_inside_tokens() -> None:
 
 @pytest.mark.parametrize("strings", [["cd", "bc"], ["bc", "cd"]])
 def test_a_complete_match_stops_although_a_longer_one_is_possible(strings: list[str]) -> None:
-    """T37."""
-    output = OutputProcessor(detokenizer_of([b"abc"]), max_new_tokens=9, stop_strings=strings)
+    output = OutputProcessor(make_detokenizer([b"abc"]), max_new_tokens=9, stop_strings=strings)
     assert output.push(0) == Stop("stop_string", "a", 1, "bc", 0, "bc")
 
 
 def test_the_first_match_wins_and_of_those_the_longest() -> None:
     strings = ["c", "bcd", "b", "cde", "bcx"]
-    output = OutputProcessor(detokenizer_of([b"abcde"]), max_new_tokens=9, stop_strings=strings)
+    output = OutputProcessor(make_detokenizer([b"abcde"]), max_new_tokens=9, stop_strings=strings)
     assert output.push(0) == Stop("stop_string", "a", 1, "bcde", 0, "bcd")
 
 
@@ -187,14 +186,13 @@ def test_a_false_alarm_is_released_as_far_as_it_is_over() -> None:
 
 
 def test_stop_strings_match_special_tokens_that_are_not_shown() -> None:
-    """T48."""
     output = OutputProcessor(toy_detokenizer(), max_new_tokens=9, stop_strings=["</s>"], special_texts=SPECIAL)
     assert push(output, "a") == [Emit("a", 1)]
     assert output.push(0) == Stop("stop_string", "", 1, "</s>", 0, "</s>")
-    shown = OutputProcessor(
+    action = OutputProcessor(
         toy_detokenizer(special=True), max_new_tokens=9, stop_strings=["</s>"], special_texts=SPECIAL
     )
-    assert shown.push(0) == Stop("stop_string", "", 1, "</s>", 0, "</s>")
+    assert action.push(0) == Stop("stop_string", "", 1, "</s>", 0, "</s>")
 
 
 def test_stop_strings_match_across_the_edge_of_a_special_token() -> None:
@@ -218,21 +216,23 @@ def test_stop_strings_match_what_is_shown_across_a_hidden_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strings", "cut"),
+    ("strings", "expected"),
     [
         (["ab", "c"], ("", "abc", "ab")),
         (["a<>b", "c"], ("", "a<>bc", "a<>b")),
         ([">bc"], ("a", ">bc", ">bc")),
     ],
 )
-def test_the_first_match_counts_with_or_without_special_text(strings: list[str], cut: tuple[str, str, str]) -> None:
+def test_the_first_match_counts_with_or_without_special_text(
+    strings: list[str], expected: tuple[str, str, str]
+) -> None:
     output = OutputProcessor(
-        detokenizer_of([b"a", b"", b"bc"]),
+        make_detokenizer([b"a", b"", b"bc"]),
         max_new_tokens=9,
         stop_strings=[*strings, "aq"],
         special_texts={1: "<>"},
     )
-    text, rest, string = cut
+    text, rest, string = expected
     assert [output.push(token) for token in range(3)] == [
         Hold(),
         Hold(),
@@ -250,8 +250,7 @@ def test_a_hidden_token_is_released_without_text() -> None:
 
 
 def test_a_stray_byte_is_emitted_at_once() -> None:
-    """T47."""
-    output = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=99, stop_strings=["zz"])
+    output = OutputProcessor(make_detokenizer(BYTES), max_new_tokens=99, stop_strings=["zz"])
     assert [output.push(value) for value in (0x61, 0xFF, 0x62)] == [
         Emit("a", 1),
         Emit("\ufffd", 1),
@@ -260,23 +259,23 @@ def test_a_stray_byte_is_emitted_at_once() -> None:
 
 
 def test_a_replacement_character_from_the_model_is_text() -> None:
-    output = OutputProcessor(detokenizer_of(["\ufffd".encode(), b"a"]), max_new_tokens=99)
+    output = OutputProcessor(make_detokenizer(["\ufffd".encode(), b"a"]), max_new_tokens=99)
     assert [output.push(token) for token in (0, 0, 1)] == emit_each("\ufffd\ufffda")
 
 
 def test_endless_incomplete_characters_do_not_pile_up() -> None:
-    output = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=99, banned_strings=["zz"])
+    output = OutputProcessor(make_detokenizer(BYTES), max_new_tokens=99, banned_strings=["zz"])
     assert output.push(0xE2) == Hold()
     assert [output.push(0xE2) for _ in range(20)] == [Emit("\ufffd", 1)] * 20
     assert [output.push(0x82), output.push(0xAC)] == [Hold(), Emit("\u20ac", 3)]
 
 
 def test_half_a_character_can_complete_a_string_at_the_end() -> None:
-    half = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=9, stop_tokens=[33], banned_strings=["a\ufffd"])
+    half = OutputProcessor(make_detokenizer(BYTES), max_new_tokens=9, stop_tokens=[33], banned_strings=["a\ufffd"])
     assert [half.push(0x61), half.push(0xE2)] == [Hold(), Hold()]
     assert half.push(33) == Rewind(3, (0x61,), "a\ufffd", (0x61, 0xE2, 33))
     assert half.new_tokens == 0
-    half = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=1, stop_strings=["\ufffd"])
+    half = OutputProcessor(make_detokenizer(BYTES), max_new_tokens=1, stop_strings=["\ufffd"])
     assert half.push(0xE2) == Stop("stop_string", "", 1, "\ufffd", 0, "\ufffd")
-    half = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=9, stop_tokens=[33], stop_strings=["\ufffd"])
+    half = OutputProcessor(make_detokenizer(BYTES), max_new_tokens=9, stop_tokens=[33], stop_strings=["\ufffd"])
     assert [half.push(0xE2), half.push(33)] == [Hold(), Stop("stop_string", "", 2, "\ufffd", 0, "\ufffd")]

@@ -1,4 +1,4 @@
-"""Going back: banned strings, what is blocked afterwards, and the healed token at the very beginning."""
+"""Rewinds: banned strings, the tokens blocked after them, and the healed first token."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import pytest
 
 from exlm.generator.output import Emit, Hold, OutputAction, OutputProcessor, Rewind, Stop
-from tests.generator.toy_vocabulary import BYTES, ID, SPECIAL, detokenizer_of, push, toy_detokenizer
+from tests.generator.toy_vocabulary import BYTES, ID, SPECIAL, make_detokenizer, push, toy_detokenizer
 
 # ---- banned strings
 
 
 def test_the_token_in_which_a_banned_string_begins_is_taken_back_whole() -> None:
-    output = OutputProcessor(detokenizer_of([b"so b", b"ad", b"x"]), max_new_tokens=9, banned_strings=["bad"])
+    output = OutputProcessor(make_detokenizer([b"so b", b"ad", b"x"]), max_new_tokens=9, banned_strings=["bad"])
     assert [output.push(2), output.push(0), output.push(1)] == [
         Emit("x", 1),
         Hold(),
@@ -22,7 +22,7 @@ def test_the_token_in_which_a_banned_string_begins_is_taken_back_whole() -> None
 
 
 def test_a_banned_string_inside_one_token() -> None:
-    output = OutputProcessor(detokenizer_of([b"a BAD one", b"fine"]), max_new_tokens=9, banned_strings=["bad"])
+    output = OutputProcessor(make_detokenizer([b"a BAD one", b"fine"]), max_new_tokens=9, banned_strings=["bad"])
     assert output.push(0) == Rewind(1, (0,), "a BAD one", (0,))
     assert output.push(1) == Emit("fine", 1)
 
@@ -52,7 +52,7 @@ def test_going_back_further_forgets_what_was_tried_later() -> None:
 
 
 def test_blocked_tokens_and_early_stop_tokens_are_forbidden_together() -> None:
-    """T64: and neither list grows by the other."""
+    """Neither list contains ids of the other."""
     output = OutputProcessor(
         toy_detokenizer(), max_new_tokens=9, min_new_tokens=4, stop_tokens=[0], banned_strings=["ab", "cd"]
     )
@@ -64,7 +64,7 @@ def test_blocked_tokens_and_early_stop_tokens_are_forbidden_together() -> None:
 
 
 def test_strings_ruled_out_by_a_rejected_token_are_possible_again() -> None:
-    """The first "a" cannot be shown for the second: taking that back would let "ab" out in two parts."""
+    """The first "a" is held because of the second: a rewind of that one would emit "ab" in two parts."""
     output = OutputProcessor(toy_detokenizer(), max_new_tokens=9, banned_strings=["ab"])
     a, b = ID["a"], ID["b"]
     assert push(output, "aab") == [Hold(), Hold(), Rewind(2, (a,), "ab", (a, b))]
@@ -74,7 +74,7 @@ def test_strings_ruled_out_by_a_rejected_token_are_possible_again() -> None:
 
 def test_an_incomplete_character_may_undo_what_ruled_a_string_out() -> None:
     output = OutputProcessor(
-        detokenizer_of([b"x", b"c\xe2", b"\x82\xac", b"b"]), max_new_tokens=9, banned_strings=["xb", "\u20ac"]
+        make_detokenizer([b"x", b"c\xe2", b"\x82\xac", b"b"]), max_new_tokens=9, banned_strings=["xb", "\u20ac"]
     )
     assert [output.push(token) for token in (0, 1, 2, 3)] == [
         Hold(),
@@ -102,19 +102,19 @@ def test_stop_strings_hold_no_more_because_of_banned_strings() -> None:
 )
 def test_case_is_ignored_even_where_it_changes_lengths(banned: str, tokens: list[str]) -> None:
     output = OutputProcessor(
-        detokenizer_of([piece.encode() for piece in tokens]), max_new_tokens=9, banned_strings=[banned]
+        make_detokenizer([piece.encode() for piece in tokens]), max_new_tokens=9, banned_strings=[banned]
     )
-    verdicts = [output.push(token) for token in range(3)]
-    assert verdicts == [Hold(), Hold(), Rewind(3, (0,), "".join(tokens), (0, 1, 2))]
+    actions = [output.push(token) for token in range(3)]
+    assert actions == [Hold(), Hold(), Rewind(3, (0,), "".join(tokens), (0, 1, 2))]
 
 
 def test_letters_that_fold_to_several_do_not_move_the_place_of_what_follows() -> None:
     output = OutputProcessor(
-        detokenizer_of(["\u00df\u0130\u00dfq".encode(), b"bad"]), max_new_tokens=9, banned_strings=["bad"]
+        make_detokenizer(["\u00df\u0130\u00dfq".encode(), b"bad"]), max_new_tokens=9, banned_strings=["bad"]
     )
     assert [output.push(0), output.push(1)] == [Emit("\u00df\u0130\u00dfq", 1), Rewind(1, (1,), "bad", (1,))]
     output = OutputProcessor(
-        detokenizer_of(["\u00df\u00dfstop bad".encode()]),
+        make_detokenizer(["\u00df\u00dfstop bad".encode()]),
         max_new_tokens=9,
         stop_strings=["stop"],
         banned_strings=["bad"],
@@ -123,26 +123,26 @@ def test_letters_that_fold_to_several_do_not_move_the_place_of_what_follows() ->
 
 
 def test_of_a_stop_string_and_a_banned_one_the_first_counts() -> None:
-    def verdict(text: bytes) -> OutputAction:
+    def action_for(text: bytes) -> OutputAction:
         return OutputProcessor(
-            detokenizer_of([text]), max_new_tokens=9, stop_strings=["end"], banned_strings=["bad"]
+            make_detokenizer([text]), max_new_tokens=9, stop_strings=["end"], banned_strings=["bad"]
         ).push(0)
 
-    assert verdict(b"an end, bad") == Stop("stop_string", "an ", 1, "end, bad", 0, "end")
-    assert verdict(b"a bad end") == Rewind(1, (0,), "a bad end", (0,))
-    both = OutputProcessor(detokenizer_of([b"ab"]), max_new_tokens=9, stop_strings=["ab"], banned_strings=["A"])
-    assert both.push(0) == Rewind(1, (0,), "ab", (0,))
+    assert action_for(b"an end, bad") == Stop("stop_string", "an ", 1, "end, bad", 0, "end")
+    assert action_for(b"a bad end") == Rewind(1, (0,), "a bad end", (0,))
+    output = OutputProcessor(make_detokenizer([b"ab"]), max_new_tokens=9, stop_strings=["ab"], banned_strings=["A"])
+    assert output.push(0) == Rewind(1, (0,), "ab", (0,))
 
 
 def test_going_back_into_a_character() -> None:
-    output = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=9, banned_strings=["\u20acx"])
+    output = OutputProcessor(make_detokenizer(BYTES), max_new_tokens=9, banned_strings=["\u20acx"])
     assert [output.push(value) for value in b"\xe2\x82\xacx"] == [
         Hold(),
         Hold(),
         Hold(),
         Rewind(4, (0xE2,), "\u20acx", (0xE2, 0x82, 0xAC, 0x78)),
     ]
-    output = OutputProcessor(detokenizer_of([b"\xe2\x82", b"\xacx", b"\xac"]), max_new_tokens=9, banned_strings=["X"])
+    output = OutputProcessor(make_detokenizer([b"\xe2\x82", b"\xacx", b"\xac"]), max_new_tokens=9, banned_strings=["X"])
     assert [output.push(0), output.push(1)] == [Hold(), Rewind(1, (1,), "\u20acx", (1,))]
     assert (output.num_held, output.num_revocable) == (1, 1)
     assert output.push(2) == Emit("\u20ac", 2)
@@ -155,7 +155,7 @@ def test_held_tokens_may_be_taken_back_only_where_strings_are_banned() -> None:
 
 
 def test_half_a_character_that_was_shown_is_not_continued_after_going_back() -> None:
-    output = OutputProcessor(detokenizer_of(BYTES), max_new_tokens=9, banned_strings=["bx"])
+    output = OutputProcessor(make_detokenizer(BYTES), max_new_tokens=9, banned_strings=["bx"])
     assert [output.push(value) for value in b"\xe2bx"] == [
         Hold(),
         Emit("\ufffd", 1),
@@ -199,7 +199,7 @@ def test_the_detokenizer_is_restored_at_every_rewind() -> None:
 
 @pytest.mark.parametrize("removed", [0, 34])
 def test_the_removed_token_itself_adds_nothing(removed: int) -> None:
-    """T38: id 0 is a token like any other, and a special one is no stop string or stop token here."""
+    """Id 0 is an ordinary token, and a special token is neither stop string nor stop token here."""
     output = OutputProcessor(
         toy_detokenizer(),
         max_new_tokens=9,
@@ -214,17 +214,17 @@ def test_the_removed_token_itself_adds_nothing(removed: int) -> None:
 
 
 def test_healing_goes_by_bytes() -> None:
-    """T61: a space that only counts as one in the middle of a text, parts of characters."""
+    """Covers a space that is dropped at the start of a text, and parts of characters."""
     pieces = [b" a", b" abc", b"\x80", b"\x80\xe2\x82", b"\xac", b"\xf0\x9f", b"\xf0\x9f\x98\x80"]
 
-    def healed(*tokens: int) -> list[OutputAction]:
-        output = OutputProcessor(detokenizer_of(pieces), max_new_tokens=9, healed_token=tokens[0])
+    def actions_for(*tokens: int) -> list[OutputAction]:
+        output = OutputProcessor(make_detokenizer(pieces), max_new_tokens=9, healed_token=tokens[0])
         return [output.push(token) for token in tokens[1:]]
 
-    assert healed(0, 1) == [Emit("bc", 1)]
-    assert healed(2, 2) == [Emit("", 1)]
-    assert healed(2, 3, 4) == [Hold(), Emit("\u20ac", 2)]
-    assert healed(5, 6) == [Emit("\U0001f600", 1)]
+    assert actions_for(0, 1) == [Emit("bc", 1)]
+    assert actions_for(2, 2) == [Emit("", 1)]
+    assert actions_for(2, 3, 4) == [Hold(), Emit("\u20ac", 2)]
+    assert actions_for(5, 6) == [Emit("\U0001f600", 1)]
 
 
 def test_strings_are_looked_for_in_what_a_healed_token_adds() -> None:

@@ -1,4 +1,4 @@
-"""The page table: what can be taken back, what is kept, what is forgotten, and in which order."""
+"""The page table: rewinding, keeping and evicting pages, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from exlm.generator.token_sequence import TokenSequence
 from tests.generator.page_table_harness import (
     TrackedPageTable,
     generate,
+    make_sequence,
     prefill,
     prefill_and_release,
-    sequence,
 )
 from tests.generator.page_table_oracle import check_invariants
 
 
 def test_tokens_that_may_be_rewound_are_not_shared() -> None:
     table = TrackedPageTable(16, 4)
-    a = sequence("abc", 9)
+    a = make_sequence("abc", 9)
     prefill(table, a)
     generate(table, a, "defgh", finalize=False)
-    b = sequence("abcdefX")
+    b = make_sequence("abcdefX")
     prefill(table, b)
     assert b.cached_pages == 0
     assert b.pages[0] != a.pages[0]
@@ -36,7 +36,7 @@ def test_tokens_that_may_be_rewound_are_not_shared() -> None:
 
 def test_a_page_is_not_shared_while_its_last_id_may_be_fed_again() -> None:
     table = TrackedPageTable(16, 4)
-    a = sequence("abc", 9)
+    a = make_sequence("abc", 9)
     prefill(table, a)
     generate(table, a, "def", finalize=False)
     table.mark_final(a, 4)  # to the very end of the page: a rewind to it feeds id 4 again
@@ -51,64 +51,63 @@ def test_a_page_is_not_shared_while_its_last_id_may_be_fed_again() -> None:
 
 def test_only_unfinalized_ids_can_be_rewound() -> None:
     table = TrackedPageTable(16, 4)
-    a = sequence("abc", 9)
+    a = make_sequence("abc", 9)
     prefill(table, a)
     generate(table, a, "de")
     generate(table, a, "fg", finalize=False)
-    for to in (4, 8, 0):
+    for length in (4, 8, 0):
         with pytest.raises(InputError, match="are final"):
-            table.rewind(a, to)
+            table.rewind(a, length)
     table.rewind(a, 7)
     table.rewind(a, 5)
     assert a.ids == list(b"abcde")
 
 
 def test_text_held_over_a_page_boundary_is_neither_lost_nor_misplaced() -> None:
-    """T35: the first page gets its name with the text; the second never passes for a first one."""
+    """The first page is hashed when its text is final; the second is never taken for a first page."""
     table = TrackedPageTable(16, 4)
-    a = sequence("ab", 12)
+    a = make_sequence("ab", 12)
     prefill(table, a)
     generate(table, a, "cdefgh", finalize=False)
-    stranger = sequence("efgX")  # what the second page holds, at another position
-    assert prefill(table, stranger) == [None]
-    assert stranger.cached_tokens == 0
-    table.release(stranger)
+    unrelated = make_sequence("efgX")  # what the second page holds, at another position
+    assert prefill(table, unrelated) == [None]
+    assert unrelated.cached_tokens == 0
+    table.release(unrelated)
     table.mark_final(a, len(a))
     generate(table, a, "i")
-    b = sequence("abcdefghi")
+    b = make_sequence("abcdefghi")
     prefill(table, b)
     assert b.cached_pages == 2
     table.check_all()
 
 
 def test_text_still_held_at_the_end_is_found_again() -> None:
-    """T35: what a cancelled job computed is worth keeping, held or not."""
+    """The pages of a cancelled job stay in the cache, whether its text was held or not."""
     table = TrackedPageTable(16, 4)
-    a = sequence("ab", 12)
+    a = make_sequence("ab", 12)
     prefill(table, a)
     generate(table, a, "cdefgh", finalize=False)
     table.release(a)
     table.check_all()
-    b = sequence("abcdefgh?")
+    b = make_sequence("abcdefgh?")
     prefill(table, b)
     assert b.cached_tokens == 7
 
 
 def test_rejected_drafts_are_not_cached() -> None:
-    """T65: rows past what was committed hold guesses; only committed ids count."""
+    """Rows past the committed ids contain drafts; only committed ids are hashed."""
     table = TrackedPageTable(16, 4)
-    a = sequence("abc", 12)
+    a = make_sequence("abc", 12)
     prefill(table, a)
     table.mark_computed(a, 3)
     a.ids += list(b"d")
     table.release(a)
-    (order,) = prefill(table, sequence("abcdef"))
+    (order,) = prefill(table, make_sequence("abcdef"))
     assert order is not None
     assert order.num_tokens == 3
 
 
 def test_a_jobs_own_cached_pages_are_not_evicted_for_it() -> None:
-    """T44."""
     table = TrackedPageTable(4)
     prompt = list(range(773))
     a = TokenSequence(list(prompt), max_length=800)
@@ -117,22 +116,22 @@ def test_a_jobs_own_cached_pages_are_not_evicted_for_it() -> None:
     other = TokenSequence([5, 6, 7])
     prefill(table, other)
     table.release(other)
-    again = TokenSequence(list(prompt), max_length=800)
-    prefill(table, again)
-    assert again.cached_pages == 3
+    repeated = TokenSequence(list(prompt), max_length=800)
+    prefill(table, repeated)
+    assert repeated.cached_pages == 3
 
 
 def test_useful_rows_stay_in_place_when_every_page_is_needed() -> None:
-    """A chat whose answer may fill the cache takes all pages each turn, and still goes on where it was."""
+    """A chat whose answer may fill the cache takes all pages each turn, and still reuses its prefix."""
     table = TrackedPageTable(4, 4)
-    a = sequence("abcdefg", 9)
+    a = make_sequence("abcdefg", 9)
     prefill(table, a)
     table.release(a)
-    b = sequence("abcdefgh", 8)
+    b = make_sequence("abcdefgh", 8)
     assert prefill(table, b) == [None]
     assert (b.cached_pages, b.cached_tokens) == (1, 6)
     table.release(b)
-    c = sequence("abcdefX", 9)
+    c = make_sequence("abcdefX", 9)
     prefill(table, c)
     assert (c.cached_pages, c.cached_tokens) == (1, 6)
     table.check_all()
@@ -152,43 +151,43 @@ def test_one_page_for_the_whole_cache_reuses_the_last_job() -> None:
 
 def test_eviction_is_lru_and_suffix_before_prefix() -> None:
     table = TrackedPageTable(6, 4)
-    old, new = sequence("abcdefghi"), sequence("ABCDEFGHI")
-    prefill(table, old)
-    prefill(table, new)
-    table.release(old)
-    table.release(new)
-    prefill(table, three := sequence("0123456", 5))  # takes both ends, which are blank, and one page more
-    table.release(three)
-    table.allocate([again := sequence("ABCDEFGHI")])
-    assert again.num_computed_tokens == 8
-    table.release(again)
-    table.allocate([again := sequence("abcdefghi")])
-    assert again.num_computed_tokens == 4
+    older, newer = make_sequence("abcdefghi"), make_sequence("ABCDEFGHI")
+    prefill(table, older)
+    prefill(table, newer)
+    table.release(older)
+    table.release(newer)
+    prefill(table, largest := make_sequence("0123456", 5))  # takes both ends, which are blank, and one page more
+    table.release(largest)
+    table.allocate([repeated := make_sequence("ABCDEFGHI")])
+    assert repeated.num_computed_tokens == 8
+    table.release(repeated)
+    table.allocate([repeated := make_sequence("abcdefghi")])
+    assert repeated.num_computed_tokens == 4
     table.check_all()
 
 
 def test_empty_pages_are_taken_first() -> None:
     table = TrackedPageTable(4, 4)
-    a = sequence("abcde")
+    a = make_sequence("abcde")
     prefill(table, a)
     table.release(a)
     for _ in range(5):
-        prefill(table, other := sequence("X"))
+        prefill(table, other := make_sequence("X"))
         table.release(other)
-    prefill(table, again := sequence("abcde"))
-    assert again.cached_pages == 1
+    prefill(table, repeated := make_sequence("abcde"))
+    assert repeated.cached_pages == 1
 
 
 def test_clear_empties_idle_pages_only() -> None:
     table = TrackedPageTable(8, 4)
-    a, b = sequence("abcdefgh"), sequence("ABCDEFGH")
+    a, b = make_sequence("abcdefgh"), make_sequence("ABCDEFGH")
     prefill(table, a, b)
     table.release(a)
     table.clear_prefix_cache()
     table.check_all()
-    prefill(table, c := sequence("abcdefgh"))
+    prefill(table, c := make_sequence("abcdefgh"))
     assert c.cached_tokens == 0
-    prefill(table, d := sequence("ABCDEFGH"))
+    prefill(table, d := make_sequence("ABCDEFGH"))
     assert d.cached_pages == 1
     table.check_all()
 
@@ -205,7 +204,7 @@ def test_more_than_there_is_cannot_be_allocated() -> None:
 
 def test_a_released_sequence_can_no_longer_be_changed() -> None:
     table = TrackedPageTable(4, 4)
-    a = sequence("abcdef")
+    a = make_sequence("abcdef")
     table.allocate([a])
     table.release(a)
     table.mark_computed(a, 5)
@@ -217,8 +216,8 @@ def test_a_released_sequence_can_no_longer_be_changed() -> None:
 
 def test_a_failed_copy_leaves_no_trace() -> None:
     table = TrackedPageTable(8, 4)
-    prefill(table, sequence("abcd"))
-    a = sequence("abcX")
+    prefill(table, make_sequence("abcd"))
+    a = make_sequence("abcX")
     table.allocate([a])
     assert table.plan_partial_copy(a) == table.plan_partial_copy(a) == PageCopy(0, a.pages[0], 3)
     assert (a.num_computed_tokens, a.cached_tokens) == (0, 0)
@@ -228,8 +227,8 @@ def test_a_failed_copy_leaves_no_trace() -> None:
 
 def test_a_copy_that_was_not_needed_after_all_does_not_count() -> None:
     table = TrackedPageTable(8, 4)
-    prefill(table, sequence("abXX"))
-    a, b = sequence("abcdefgh"), sequence("abcdefgh")
+    prefill(table, make_sequence("abXX"))
+    a, b = make_sequence("abcdefgh"), make_sequence("abcdefgh")
     table.allocate([a])
     table.allocate([b])
     assert table.plan_partial_copy(a) is not None
@@ -241,11 +240,11 @@ def test_a_copy_that_was_not_needed_after_all_does_not_count() -> None:
 
 def test_a_page_that_serves_as_a_source_was_used() -> None:
     table = TrackedPageTable(4, 4)
-    prefill(table, x := sequence("abcd"), y := sequence("0123"), z := sequence("!", 7))
+    prefill(table, x := make_sequence("abcd"), y := make_sequence("0123"), z := make_sequence("!", 7))
     source, other = x.pages[0], y.pages[0]
     table.release(x)
     table.release(y)
-    order = prefill(table, sequence("abXY"))
+    order = prefill(table, make_sequence("abXY"))
     assert order == [PageCopy(source, other, 2)]
     assert table.num_cached_tokens(source) == 3
     table.release(z)
@@ -254,7 +253,7 @@ def test_a_page_that_serves_as_a_source_was_used() -> None:
 def test_the_version_tells_when_it_is_worth_asking_again() -> None:
     table = TrackedPageTable(4, 4)
     versions = [table.capacity_version]
-    table.allocate([a := sequence("abcdef")])
+    table.allocate([a := make_sequence("abcdef")])
     versions.append(table.capacity_version)
     table.mark_computed(a, 5)
     assert table.capacity_version == versions[-1]
@@ -265,7 +264,7 @@ def test_the_version_tells_when_it_is_worth_asking_again() -> None:
 
 def test_check_invariants_finds_violations() -> None:
     table = TrackedPageTable(8, 4)
-    a = sequence("abcdefghij", 2)
+    a = make_sequence("abcdefghij", 2)
     prefill(table, a)
     with pytest.raises(AssertionError, match="1 references, 0 users"):
         check_invariants(table, [])
@@ -282,11 +281,11 @@ def test_prefix_lookup_does_not_scan_every_page() -> None:
     table = TrackedPageTable(4000, 64)
     for n in range(2000):
         prefill_and_release(table, TokenSequence([n, *range(40), *([n] * 20)]))
-    one = TokenSequence([777, *range(60)])
-    table.allocate([one])
-    order = table.plan_partial_copy(one)
+    sequence = TokenSequence([777, *range(60)])
+    table.allocate([sequence])
+    order = table.plan_partial_copy(sequence)
     assert order is not None
     assert order.num_tokens == 41
-    lead = table.start_key(one, 0)
+    lead = table.start_key(sequence, 0)
     assert lead is not None
     assert len(table._by_start_key[lead]) == 1

@@ -1,4 +1,4 @@
-"""Hooks and filters that use the generator which is running them: they may enqueue and cancel, not run it."""
+"""Hooks and filters may enqueue and cancel jobs of the generator that runs them; they may not step it."""
 
 from __future__ import annotations
 
@@ -23,103 +23,103 @@ def components(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokeniz
 
 
 @pytest.fixture
-def machine(components: tuple[Model, Tokenizer]) -> Generator:
+def generator(components: tuple[Model, Tokenizer]) -> Generator:
     return Generator(components[0], Cache(components[0], max_seq_len=2048), components[1])
 
 
-def finish(machine: Generator) -> list[Any]:
-    told: list[Any] = []
-    while machine.num_remaining_jobs():
-        told += machine.iterate()
-    assert machine.pages.num_free_pages == machine.pages.num_pages
-    check_invariants(machine.pages, [])
-    return told
+def finish(generator: Generator) -> list[Any]:
+    results: list[Any] = []
+    while generator.num_remaining_jobs():
+        results += generator.iterate()
+    assert generator.pages.num_free_pages == generator.pages.num_pages
+    check_invariants(generator.pages, [])
+    return results
 
 
-def make_job(machine: Generator, hook: Callable[[int], None] | None = None, **options: Any) -> Job:
-    """A job; the hook is told how many tokens it has."""
+def make_job(generator: Generator, hook: Callable[[int], None] | None = None, **options: Any) -> Job:
+    """A job whose hook is called with the number of its tokens."""
     count = 0
 
-    def call(_: Any) -> None:
+    def run_hook(_: Any) -> None:
         nonlocal count
         count += 1
         if hook is not None:
             hook(count)
 
-    settings = Settings.greedy(post_sampling_hooks=[call] if hook else [])
-    return Job(machine.tokenizer.encode("abc"), NEW, gen_settings=settings, **options)
+    settings = Settings.greedy(post_sampling_hooks=[run_hook] if hook else [])
+    return Job(generator.tokenizer.encode("abc"), NEW, gen_settings=settings, **options)
 
 
-@pytest.mark.parametrize("at", [1, 3, NEW])
-def test_a_hook_may_cancel_its_own_job(machine: Generator, at: int) -> None:
-    """With the job's last token it broke the round, for all jobs; no result is given any more."""
-    job = make_job(machine, lambda count: machine.cancel(job) if count == at else None)
-    other = make_job(machine)
-    machine.enqueue([job, other])
-    told = finish(machine)
-    assert sum(result["job"] is job and result["stage"] == "streaming" for result in told) == at - 1
-    assert [(result["job"], result["eos_reason"]) for result in told if result["eos"]] == [(other, "max_new_tokens")]
-    assert other.full_completion == machine.generate("abc", NEW, gen_settings=Settings.greedy(), completion_only=True)
+@pytest.mark.parametrize("token_count", [1, 3, NEW])
+def test_a_hook_may_cancel_its_own_job(generator: Generator, token_count: int) -> None:
+    """Regression: a cancellation with the job's last token failed the step of all jobs."""
+    job = make_job(generator, lambda count: generator.cancel(job) if count == token_count else None)
+    other = make_job(generator)
+    generator.enqueue([job, other])
+    results = finish(generator)
+    assert sum(result["job"] is job and result["stage"] == "streaming" for result in results) == token_count - 1
+    assert [(result["job"], result["eos_reason"]) for result in results if result["eos"]] == [(other, "max_new_tokens")]
+    assert other.full_completion == generator.generate("abc", NEW, gen_settings=Settings.greedy(), completion_only=True)
 
 
-@pytest.mark.parametrize("at", [1, NEW])
+@pytest.mark.parametrize("token_count", [1, NEW])
 @pytest.mark.parametrize("first", [False, True])
-def test_a_hook_may_clear_the_queue(machine: Generator, at: int, first: bool) -> None:
-    """Who had its last token before it in the same round has ended."""
+def test_a_hook_may_clear_the_queue(generator: Generator, token_count: int, first: bool) -> None:
+    """A job whose last token came earlier in the same step has ended."""
     job, other = (
-        make_job(machine, lambda count: machine.clear_queue() if count == at else None),
-        make_job(machine),
+        make_job(generator, lambda count: generator.clear_queue() if count == token_count else None),
+        make_job(generator),
     )
-    machine.enqueue([job, other] if first else [other, job])
-    ended = [result["job"] for result in finish(machine) if result["eos"]]
-    assert ended == ([other] if at == NEW and not first else [])
+    generator.enqueue([job, other] if first else [other, job])
+    finished = [result["job"] for result in finish(generator) if result["eos"]]
+    assert finished == ([other] if token_count == NEW and not first else [])
 
 
-def test_a_filter_may_cancel_its_own_job(machine: Generator) -> None:
+def test_a_filter_may_cancel_its_own_job(generator: Generator) -> None:
     class Fuse(Filter):
-        fed = 0
+        num_tokens = 0
 
         def begin(self, prefix_str: Any) -> None:
             pass
 
         def feed(self, token: Any) -> None:
-            self.fed += 1
-            if self.fed == NEW:
-                machine.cancel(job)
+            self.num_tokens += 1
+            if self.num_tokens == NEW:
+                generator.cancel(job)
 
         def next(self) -> Any:
             return None, set()
 
-    job = make_job(machine, filters=[Fuse(None, machine.tokenizer)])
-    machine.enqueue(job)
-    assert not [result for result in finish(machine) if result["eos"]]
+    job = make_job(generator, filters=[Fuse(None, generator.tokenizer)])
+    generator.enqueue(job)
+    assert not [result for result in finish(generator) if result["eos"]]
 
 
-def test_a_hook_may_enqueue(machine: Generator) -> None:
-    others = [make_job(machine) for _ in range(NEW)]
+def test_a_hook_may_enqueue(generator: Generator) -> None:
+    others = [make_job(generator) for _ in range(NEW)]
 
     def hook(count: int) -> None:
-        machine.enqueue(others[count - 1])
+        generator.enqueue(others[count - 1])
 
-    job = make_job(machine, hook)
-    machine.enqueue(job)
-    ends = [result["job"] for result in finish(machine) if result["eos"]]
-    assert ends == [job, *others]
+    job = make_job(generator, hook)
+    generator.enqueue(job)
+    finished = [result["job"] for result in finish(generator) if result["eos"]]
+    assert finished == [job, *others]
 
 
 @pytest.mark.parametrize("run", ["generate", "iterate"])
-def test_a_hook_that_steps_its_own_generator_is_refused(machine: Generator, run: str) -> None:
-    """It ran rounds within rounds until Python's stack was full."""
+def test_a_hook_that_steps_its_own_generator_is_refused(generator: Generator, run: str) -> None:
+    """Regression: steps were nested until Python's stack overflowed."""
 
     def hook(_: int) -> None:
         if run == "iterate":
-            machine.iterate()
+            generator.iterate()
         else:
-            machine.generate("xyz", 2)
+            generator.generate("xyz", 2)
 
-    job, other = make_job(machine, hook), make_job(machine)
-    machine.enqueue([job, other])
-    ends = {result["job"]: result for result in finish(machine) if result["eos"]}
-    assert isinstance(ends[job]["error"], InputError)
-    assert "asks the generator that waits for it" in str(ends[job]["error"])
-    assert ends[other]["eos_reason"] == "max_new_tokens"
+    job, other = make_job(generator, hook), make_job(generator)
+    generator.enqueue([job, other])
+    last = {result["job"]: result for result in finish(generator) if result["eos"]}
+    assert isinstance(last[job]["error"], InputError)
+    assert "asks the generator that waits for it" in str(last[job]["error"])
+    assert last[other]["eos_reason"] == "max_new_tokens"

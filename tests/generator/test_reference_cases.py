@@ -1,9 +1,9 @@
-"""What the reference's generators said on the 4.0 bpw model, case by case.
+"""The outputs of the reference's generators on the 4.0 bpw model, case by case.
 
 Shapes are binding. Texts must agree up to a near-tie: the reference adds in half precision and answers one
-prompt in two ways itself, so where we part, the two tokens' logits must be within `TIE`. What differs:
+prompt in two ways itself, so where the texts differ, the two tokens' logits must be within `TIE`. Differences:
 
-- T42: the reference reads `<|im_start|>` in a prompt as a special token whatever `encode_special_tokens`
+- The reference reads `<|im_start|>` in a prompt as a special token whatever `encode_special_tokens`
   says. Here it is text unless asked for; these prompts ask for it, so that the texts can be compared.
 - `top_k_tokens` with probability 0 are the lowest ids there and any here.
 - Times are not in the file. `serial` counts from the first job of a generator, so it is compared relatively.
@@ -31,11 +31,11 @@ GENERATE = (
     "min_new",
 )  # fmt: skip
 KINDS = {**dict.fromkeys(GENERATE, 5), "job_stream": 3, "base": 5, "stream_ex": 3}
-EVERY = [(kind, number) for kind, count in KINDS.items() for number in range(count)]
+CASES = [(kind, number) for kind, count in KINDS.items() for number in range(count)]
 
 
 class ReferenceRun:
-    """The model, a generator on it, and the cases; each kind is run once, as one batch."""
+    """The model and the cases; the cases of each kind run once, as one batch."""
 
     def __init__(self, cases: list[dict[str, Any]], folder: Path) -> None:
         config = Config(folder)
@@ -43,7 +43,7 @@ class ReferenceRun:
         self.model = Model(config)
         self.model.load()
         self.tokenizer = Tokenizer(config)
-        self._done: dict[str, list[Any]] = {}
+        self._results: dict[str, list[Any]] = {}
 
     def generator(self) -> Generator:
         return Generator(self.model, Cache(self.model, max_seq_len=8192), self.tokenizer)
@@ -52,61 +52,61 @@ class ReferenceRun:
         return [case for case in self.cases if case["kind"] == kind]
 
     def generated(self, kind: str, number: int) -> tuple[str, dict[str, Any]]:
-        """What `generate` answers to the prompts of a kind, and the last results."""
-        if kind not in self._done:
+        """The text and last result of `generate` for one prompt of a kind."""
+        if kind not in self._results:
             options = {name: value for name, value in self.cases_of(kind)[0]["args"].items() if name != "prompt"}
             prompts = [case["args"]["prompt"] for case in self.cases_of(kind)]
-            answers: dict[int, Any] = {}
+            outputs: dict[int, Any] = {}
             for special in (False, True):
-                places = [i for i, prompt in enumerate(prompts) if (SPECIAL in prompt) == special]
+                indices = [i for i, prompt in enumerate(prompts) if (SPECIAL in prompt) == special]
                 texts, results = self.generator().generate(
-                    [prompts[i] for i in places],
+                    [prompts[i] for i in indices],
                     **{**options, "encode_special_tokens": special or kind == "encode_special"},
                     gen_settings=Settings.greedy(),
                     return_last_results=True,
                 )
-                answers.update(zip(places, zip(texts, results, strict=True), strict=True))
-            self._done[kind] = [answers[i] for i in range(len(prompts))]
-        found: tuple[str, dict[str, Any]] = self._done[kind][number]
-        return found
+                outputs.update(zip(indices, zip(texts, results, strict=True), strict=True))
+            self._results[kind] = [outputs[i] for i in range(len(prompts))]
+        result: tuple[str, dict[str, Any]] = self._results[kind][number]
+        return result
 
     def streamed(self, kind: str, number: int, new: int, **options: Any) -> list[dict[str, Any]]:
         """Every result of the job for a kind's prompt."""
-        if kind not in self._done:
-            machine, results = self.generator(), []
+        if kind not in self._results:
+            generator, results = self.generator(), []
             prompts = [case["prompt"] for case in self.cases_of(kind)]
             encoded = [self.tokenizer.encode(p, encode_special_tokens=True) for p in prompts]
-            machine.enqueue([Job(ids, new, gen_settings=Settings.greedy(), **options) for ids in encoded])
-            while machine.num_remaining_jobs():
-                results += machine.iterate()
-            self._done[kind] = [[dict(r) for r in results if r["serial"] == n] for n in range(len(prompts))]
-        found: list[dict[str, Any]] = self._done[kind][number]
-        return found
+            generator.enqueue([Job(ids, new, gen_settings=Settings.greedy(), **options) for ids in encoded])
+            while generator.num_remaining_jobs():
+                results += generator.iterate()
+            self._results[kind] = [[dict(r) for r in results if r["serial"] == n] for n in range(len(prompts))]
+        result: list[dict[str, Any]] = self._results[kind][number]
+        return result
 
-    def check_tokens_agree(self, job: Job, prompt: int, want: str) -> None:
-        """The job's text is this one, or parts from it where two tokens are about equally likely."""
+    def check_tokens_agree(self, job: Job, prompt: int, expected: str) -> None:
+        """Check that the job's text is the expected one or differs from it at two about equally likely tokens."""
         ids = job.sequences[0].ids
         codec = self.tokenizer.codec
         shown = ""
         for end in range(prompt + 1, len(ids) + 1):
             before, shown = shown, codec.decode(ids[prompt:end], continues=True)
-            if not want.startswith(shown):
+            if not expected.startswith(shown):
                 break
         else:
             return
-        if shown.startswith(want):
+        if shown.startswith(expected):
             return
         logits = self.model.forward(torch.tensor([ids[: end - 1]]), last_id_only=True)[0, -1]
         pieces = codec.vocab.pieces()
-        rest = want[len(before) :]
-        rivals = [n for n, piece in enumerate(pieces) if piece and rest.startswith(piece)]
-        gap = float(logits[ids[end - 1]] - max(logits[n] for n in rivals))
-        assert gap < TIE, f"{shown!r} parts from {want!r} without a tie: {gap}"
+        remaining = expected[len(before) :]
+        candidates = [n for n, piece in enumerate(pieces) if piece and remaining.startswith(piece)]
+        gap = float(logits[ids[end - 1]] - max(logits[n] for n in candidates))
+        assert gap < TIE, f"{shown!r} parts from {expected!r} without a tie: {gap}"
 
 
 @pytest.fixture(scope="module")
 def reference(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ReferenceRun:
-    """The 4.0 bpw model's numbers, written out as floats; test_determinism.py shows that it says the same."""
+    """The 4.0 bpw model with dequantized weights; test_determinism.py covers the quantized one."""
     dense = convert_model(fixtures_dir / "tiny-lm-exl2-4.0bpw", tmp_path_factory.mktemp("cases") / "dense", "dense")
     return ReferenceRun(json.loads((fixtures_dir / "reference" / "generator_cases.json").read_text()), dense)
 
@@ -115,7 +115,7 @@ def test_the_case_file_is_complete(reference: ReferenceRun) -> None:
     assert Counter(case["kind"] for case in reference.cases) == KINDS
 
 
-@pytest.mark.parametrize(("kind", "number"), EVERY)
+@pytest.mark.parametrize(("kind", "number"), CASES)
 def test_agrees_with_the_reference(reference: ReferenceRun, kind: str, number: int) -> None:
     case = reference.cases_of(kind)[number]
     if kind in GENERATE:
@@ -129,13 +129,13 @@ def test_agrees_with_the_reference(reference: ReferenceRun, kind: str, number: i
     else:
         job = reference.streamed(kind, number, 48)[0]["job"]
         prompt = reference.tokenizer.encode(case["prompt"], encode_special_tokens=True)[0]
-        said = reference.tokenizer.decode(prompt)
-        assert case["output"].startswith(said)
-        reference.check_tokens_agree(job, len(prompt), case["output"][len(said) :])
+        decoded_prompt = reference.tokenizer.decode(prompt)
+        assert case["output"].startswith(decoded_prompt)
+        reference.check_tokens_agree(job, len(prompt), case["output"][len(decoded_prompt) :])
 
 
 def check_generated(reference: ReferenceRun, case: dict[str, Any], text: str, last: dict[str, Any]) -> None:
-    """Prompt and completion, or the completion; what must not be there is not."""
+    """Check prompt and completion, and that no stop string or banned string occurs."""
     options, prompt, job = case["args"], case["args"]["prompt"], last["job"]
     completion = text if options.get("completion_only") else text.removeprefix(prompt)
     assert completion == last["full_completion"]
@@ -146,36 +146,36 @@ def check_generated(reference: ReferenceRun, case: dict[str, Any], text: str, la
         "stop_string",
         "stop_token",
     )
-    want = case["output"].removeprefix("" if options.get("completion_only") else prompt)
-    if completion != want:
-        reference.check_tokens_agree(job, last["prompt_tokens"], want)
+    expected = case["output"].removeprefix("" if options.get("completion_only") else prompt)
+    if completion != expected:
+        reference.check_tokens_agree(job, last["prompt_tokens"], expected)
 
 
-def check_results(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> None:
+def check_results(expected: list[dict[str, Any]], results: list[dict[str, Any]]) -> None:
     times = {"time_enqueued", "time_prefill", "time_generate"}
-    assert [result["stage"] for result in got] == [result["stage"] for result in want]
-    for ours, theirs in zip(got, want, strict=True):
-        assert set(ours) - {"job"} == set(theirs) | (times if theirs["eos"] else set())
-        assert ours["serial"] == theirs["serial"] - 40
-        for key in theirs.keys() - {"serial", "top_k_tokens"}:
-            value = ours[key]
+    assert [x["stage"] for x in results] == [x["stage"] for x in expected]
+    for result, reference in zip(results, expected, strict=True):
+        assert set(result) - {"job"} == set(reference) | (times if reference["eos"] else set())
+        assert result["serial"] == reference["serial"] - 40
+        for key in reference.keys() - {"serial", "top_k_tokens"}:
+            value = result[key]
             if isinstance(value, torch.Tensor):
                 value = pytest.approx(value.flatten().tolist())
-            assert theirs[key] == value, key
-        if "token_ids" in theirs:
-            assert ours["top_k_tokens"].shape == (1, len(theirs["token_ids"]), 3)
-            assert ours["top_k_tokens"][0, :, 0].tolist() == theirs["token_ids"]
+            assert reference[key] == value, key
+        if "token_ids" in reference:
+            assert result["top_k_tokens"].shape == (1, len(reference["token_ids"]), 3)
+            assert result["top_k_tokens"][0, :, 0].tolist() == reference["token_ids"]
 
 
-def check_chunks(reference: ReferenceRun, want: list[dict[str, Any]], got: list[dict[str, Any]]) -> None:
-    """One result for each token, with the chunk's text and ids, as far as the texts agree."""
-    results = [result for result in got if result["stage"] == "streaming"]
-    assert len(results) == len(want)
+def check_chunks(reference: ReferenceRun, expected: list[dict[str, Any]], all_results: list[dict[str, Any]]) -> None:
+    """Check that each token has a result with the chunk's text and ids, as far as the texts agree."""
+    results = [result for result in all_results if result["stage"] == "streaming"]
+    assert len(results) == len(expected)
     assert [result["text"] for result in results if "text" in result]
-    for ours, theirs in zip(results, want, strict=True):
-        if ours["token_ids"][0].tolist() != theirs["chunk_token_ids"]:
+    for result, reference_chunk in zip(results, expected, strict=True):
+        if result["token_ids"][0].tolist() != reference_chunk["chunk_token_ids"]:
             break
-        assert ours["text"] == theirs["chunk"]
+        assert result["text"] == reference_chunk["chunk"]
     reference.check_tokens_agree(
-        got[0]["job"], results[-1]["prompt_tokens"], "".join(result["chunk"] for result in want)
+        all_results[0]["job"], results[-1]["prompt_tokens"], "".join(result["chunk"] for result in expected)
     )

@@ -1,4 +1,4 @@
-"""Who receives which results, in which order, and which thread runs the step: the contract of `iterate`,
+"""Which caller receives which results, in which order, and which thread runs the step, for `iterate`,
 `generate`, `LLM` and `AsyncGenerator` where several of them use one generator."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.generator.scripted import (
     ScriptedCache,
     ScriptedModel,
     ids,
-    job,
     make_generator,
+    make_job,
     make_tokenizer,
     run,
     streaming_results,
@@ -36,33 +36,33 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture
-def machine(tokenizer: Tokenizer) -> Generator:
+def generator(tokenizer: Tokenizer) -> Generator:
     return make_generator(tokenizer)
 
 
 @pytest.fixture
 def llm(tmp_path: Path) -> Iterator[LLM]:
-    with LLM(tiny.make_chat_folder(tmp_path / "m"), max_seq_len=512) as made:
-        yield made
+    with LLM(tiny.make_chat_folder(tmp_path / "m"), max_seq_len=512) as llm:
+        yield llm
 
 
-def hooked(hook: Callable[[Any], object]) -> Settings:
+def settings_with_hook(hook: Callable[[Any], object]) -> Settings:
     return Settings.greedy(post_sampling_hooks=[hook])
 
 
-def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """A started thread, and the list that what the call returns or raises will be in."""
-    found: list[Any] = []
+def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """A started thread, and the list that will contain the result or error of the function."""
+    results: list[Any] = []
 
     def work() -> None:
         try:
-            found.append(call())
+            results.append(function())
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    return thread, found
+    return thread, results
 
 
 def stages(results: list[Any]) -> list[tuple[int, str]]:
@@ -70,12 +70,12 @@ def stages(results: list[Any]) -> list[tuple[int, str]]:
 
 
 class Gate:
-    """Holds the thread that runs a decode pass until `open` is set."""
+    """A runner whose decode pass blocks until `open` is set."""
 
-    def __init__(self, machine: Generator) -> None:
+    def __init__(self, generator: Generator) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
         self.threads: set[int] = set()
-        runner: HashingRunner = machine.model.runners[0]
+        runner: HashingRunner = generator.model.runners[0]
         decode = runner.decode
 
         def wait(*arguments: Any) -> Any:
@@ -90,66 +90,67 @@ class Gate:
 # Order
 
 
-def test_a_step_reports_job_by_job_in_the_order_they_started(machine: Generator) -> None:
-    rounds = run(machine, job("abc", 2), job("bcd", 2))
+def test_a_step_reports_job_by_job_in_the_order_they_started(generator: Generator) -> None:
+    rounds = run(generator, make_job("abc", 2), make_job("bcd", 2))
     first, second = map(stages, rounds)
     assert first == [(serial, stage) for stage in ("started", "prefill", "streaming") for serial in (0, 1)]
     assert second == [(0, "streaming"), (1, "streaming")]
 
 
-def test_results_of_steps_that_another_call_ran_come_first_and_in_order(machine: Generator) -> None:
-    one, two = job("abc", 6), job("bcd", 6)
-    machine.enqueue([one, two])
-    expected = [stages(results) for results in run(make_generator(machine.tokenizer), job("abc"), job("bcd"))]
-    assert machine.generate("xyz", 3, gen_settings=GREEDY, completion_only=True) == "abc"
-    found = stages(machine.iterate())
-    assert found == [pair for results in expected[:4] for pair in results]  # 3 steps, and the one of the call
-    assert [stages(results) for results in run(machine)] == expected[4:]
-    assert [one.full_completion, two.full_completion] == ["defghi", "efghij"]
+def test_results_of_steps_that_another_call_ran_come_first_and_in_order(generator: Generator) -> None:
+    first, second = make_job("abc", 6), make_job("bcd", 6)
+    generator.enqueue([first, second])
+    rounds = run(make_generator(generator.tokenizer), make_job("abc"), make_job("bcd"))
+    expected = [stages(results) for results in rounds]
+    assert generator.generate("xyz", 3, gen_settings=GREEDY, completion_only=True) == "abc"
+    received = stages(generator.iterate())
+    assert received == [pair for results in expected[:4] for pair in results]  # 3 steps, and the one of the call
+    assert [stages(results) for results in run(generator)] == expected[4:]
+    assert [first.full_completion, second.full_completion] == ["defghi", "efghij"]
 
 
-def test_iterate_takes_a_step_even_if_results_are_left(machine: Generator) -> None:
-    machine.enqueue(job("abc", 20))
-    machine.generate("xyz", 3, gen_settings=GREEDY)
-    assert sum(result["stage"] == "streaming" for result in machine.iterate()) == 4
+def test_iterate_takes_a_step_even_if_results_are_left(generator: Generator) -> None:
+    generator.enqueue(make_job("abc", 20))
+    generator.generate("xyz", 3, gen_settings=GREEDY)
+    assert sum(result["stage"] == "streaming" for result in generator.iterate()) == 4
 
 
-def test_generate_returns_in_the_order_of_the_prompts(machine: Generator) -> None:
+def test_generate_returns_in_the_order_of_the_prompts(generator: Generator) -> None:
     """The shorter one ends first."""
-    texts = machine.generate(["abc", "klm"], 5, gen_settings=GREEDY, stop_conditions=[ids("p")[0, 0].item()])
+    texts = generator.generate(["abc", "klm"], 5, gen_settings=GREEDY, stop_conditions=[ids("p")[0, 0].item()])
     assert texts == ["abcdefgh", "klmno"]
 
 
 # Whose results
 
 
-def test_iterate_never_returns_results_of_a_generate_call(machine: Generator) -> None:
+def test_iterate_never_returns_results_of_a_generate_call(generator: Generator) -> None:
     listed: list[Any] = []
-    own = job("abc", 4)
+    own = make_job("abc", 4)
 
     def enqueue_and_note(_: Any) -> None:
         if own.serial_number < 0:
-            machine.enqueue(own)
+            generator.enqueue(own)
 
-    machine.generate("xyz", 8, gen_settings=hooked(enqueue_and_note))
-    while machine.num_remaining_jobs():
-        listed += machine.iterate()
+    generator.generate("xyz", 8, gen_settings=settings_with_hook(enqueue_and_note))
+    while generator.num_remaining_jobs():
+        listed += generator.iterate()
     assert {result["job"] for result in listed} == {own}
     assert own.full_completion == "defg"
 
 
-def test_a_failing_job_of_a_generate_call_leaves_other_jobs_alone(machine: Generator) -> None:
+def test_a_failing_job_of_a_generate_call_leaves_other_jobs_alone(generator: Generator) -> None:
     def fail(_: Any) -> None:
         raise KeyError("trap")
 
-    own = job("abc", 9)
-    machine.enqueue(own)
+    failing = make_job("abc", 9)
+    generator.enqueue(failing)
     with pytest.raises(InputError, match="trap"):
-        machine.generate(["klm", "xyz"], 9, gen_settings=[GREEDY, hooked(fail)])
-    assert machine.num_remaining_jobs() == 1
-    ends = [result for result in streaming_results(run(machine)) if result["eos"]]
-    assert [result["job"] for result in ends] == [own]
-    assert machine.pages.num_free_pages == machine.pages.num_pages
+        generator.generate(["klm", "xyz"], 9, gen_settings=[GREEDY, settings_with_hook(fail)])
+    assert generator.num_remaining_jobs() == 1
+    last = [result for result in streaming_results(run(generator)) if result["eos"]]
+    assert [result["job"] for result in last] == [failing]
+    assert generator.pages.num_free_pages == generator.pages.num_pages
 
 
 def test_a_stream_that_others_ran_to_its_end_takes_no_step(llm: LLM) -> None:
@@ -165,18 +166,18 @@ def test_a_stream_that_others_ran_to_its_end_takes_no_step(llm: LLM) -> None:
 # What is counted
 
 
-def test_remaining_jobs_wait_run_or_have_an_end_that_was_not_read(machine: Generator, llm: LLM) -> None:
-    first, second = job("abc", 2), job("bcd", 3)
-    assert machine.num_remaining_jobs() == 0
-    machine.enqueue([first, second])
-    assert (machine.num_remaining_jobs(), machine.num_pending_jobs, machine.num_active_jobs) == (2, 2, 0)
-    machine.generate("xyz", 2, gen_settings=GREEDY)
+def test_remaining_jobs_wait_run_or_have_an_end_that_was_not_read(generator: Generator, llm: LLM) -> None:
+    first, second = make_job("abc", 2), make_job("bcd", 3)
+    assert generator.num_remaining_jobs() == 0
+    generator.enqueue([first, second])
+    assert (generator.num_remaining_jobs(), generator.num_pending_jobs, generator.num_active_jobs) == (2, 2, 0)
+    generator.generate("xyz", 2, gen_settings=GREEDY)
     assert first.is_finished
-    assert (machine.num_remaining_jobs(), machine.num_pending_jobs, machine.num_active_jobs) == (2, 0, 1)
-    machine.iterate()
+    assert (generator.num_remaining_jobs(), generator.num_pending_jobs, generator.num_active_jobs) == (2, 0, 1)
+    generator.iterate()
     assert second.is_finished
-    assert machine.num_remaining_jobs() == 0
-    assert machine.iterate() == []
+    assert generator.num_remaining_jobs() == 0
+    assert generator.iterate() == []
 
     stream = llm.stream("abc", settings=GREEDY, max_new_tokens=12)
     next(stream)
@@ -189,85 +190,86 @@ def test_remaining_jobs_wait_run_or_have_an_end_that_was_not_read(machine: Gener
 # Cancelling
 
 
-def test_a_cancelled_job_gives_no_further_result(machine: Generator) -> None:
-    gone, kept = job("abc", 9), job("bcd", 9)
-    machine.enqueue([gone, kept])
-    machine.generate("xyz", 4, gen_settings=GREEDY)
-    machine.cancel(gone)
-    machine.cancel(gone)
-    found = [result for results in run(machine) for result in results]
-    assert {result["job"] for result in found} == {kept}
-    assert kept.full_completion == "efghijklm"
+def test_a_cancelled_job_gives_no_further_result(generator: Generator) -> None:
+    cancelled, running = make_job("abc", 9), make_job("bcd", 9)
+    generator.enqueue([cancelled, running])
+    generator.generate("xyz", 4, gen_settings=GREEDY)
+    generator.cancel(cancelled)
+    generator.cancel(cancelled)
+    found = [result for results in run(generator) for result in results]
+    assert {result["job"] for result in found} == {running}
+    assert running.full_completion == "efghijklm"
 
 
-def test_results_of_a_finished_job_go_with_its_cancellation(machine: Generator) -> None:
-    done = job("abc", 2)
-    machine.enqueue(done)
-    machine.generate("xyz", 4, gen_settings=GREEDY)
-    assert done.is_finished
-    machine.cancel(done)
-    assert machine.num_remaining_jobs() == 0
-    assert machine.iterate() == []
+def test_results_of_a_finished_job_go_with_its_cancellation(generator: Generator) -> None:
+    finished = make_job("abc", 2)
+    generator.enqueue(finished)
+    generator.generate("xyz", 4, gen_settings=GREEDY)
+    assert finished.is_finished
+    generator.cancel(finished)
+    assert generator.num_remaining_jobs() == 0
+    assert generator.iterate() == []
 
 
 @pytest.mark.parametrize("clear", [False, True])
-def test_a_job_cancelled_in_its_first_step_gives_no_result_at_all(machine: Generator, clear: bool) -> None:
+def test_a_job_cancelled_in_its_first_step_gives_no_result_at_all(generator: Generator, clear: bool) -> None:
     """Its start and its prompt were reported in that step, which is not over."""
 
     def drop(_: Any) -> None:
         if clear:
-            machine.clear_queue()
+            generator.clear_queue()
         else:
-            machine.cancel(gone)
+            generator.cancel(cancelled)
 
-    gone = job("abc", 9, settings=hooked(drop))
-    machine.enqueue(gone)
-    assert machine.iterate() == []
-    assert machine.num_remaining_jobs() == 0
-    assert machine.pages.num_free_pages == machine.pages.num_pages
-
-
-def test_clearing_the_queue_drops_results_that_were_not_read(machine: Generator) -> None:
-    machine.enqueue([job("abc", 2), job("bcd", 9)])
-    machine.generate("xyz", 4, gen_settings=GREEDY)
-    machine.clear_queue()
-    assert machine.num_remaining_jobs() == 0
-    assert machine.iterate() == []
+    cancelled = make_job("abc", 9, settings=settings_with_hook(drop))
+    generator.enqueue(cancelled)
+    assert generator.iterate() == []
+    assert generator.num_remaining_jobs() == 0
+    assert generator.pages.num_free_pages == generator.pages.num_pages
 
 
-def test_a_call_whose_queue_was_cleared_raises_and_the_next_one_works(machine: Generator) -> None:
+def test_clearing_the_queue_drops_results_that_were_not_read(generator: Generator) -> None:
+    generator.enqueue([make_job("abc", 2), make_job("bcd", 9)])
+    generator.generate("xyz", 4, gen_settings=GREEDY)
+    generator.clear_queue()
+    assert generator.num_remaining_jobs() == 0
+    assert generator.iterate() == []
+
+
+def test_a_call_whose_queue_was_cleared_raises_and_the_next_one_works(generator: Generator) -> None:
     def clear(_: Any) -> None:
-        machine.clear_queue()
+        generator.clear_queue()
 
     with pytest.raises(InputError, match="dropped before its end"):
-        machine.generate(["abc", "klm"], 5, gen_settings=[GREEDY, hooked(clear)])
-    assert machine.num_remaining_jobs() == 0
-    assert machine.generate("abc", 3, gen_settings=GREEDY) == "abcdef"
+        generator.generate(["abc", "klm"], 5, gen_settings=[GREEDY, settings_with_hook(clear)])
+    assert generator.num_remaining_jobs() == 0
+    assert generator.generate("abc", 3, gen_settings=GREEDY) == "abcdef"
 
 
 # Nested calls
 
 
 @pytest.mark.parametrize("call", ["iterate", "generate"])
-def test_a_nested_call_fails_its_own_job_and_leaves_nothing(machine: Generator, call: str) -> None:
+def test_a_nested_call_fails_its_own_job_and_leaves_nothing(generator: Generator, call: str) -> None:
     def nested(_: Any) -> None:
         if call == "iterate":
-            machine.iterate()
+            generator.iterate()
         else:
-            machine.generate("xyz", 2, gen_settings=GREEDY)
+            generator.generate("xyz", 2, gen_settings=GREEDY)
 
-    bad, good = job("abc", 5, settings=hooked(nested)), job("bcd", 5)
-    ends = {result["job"]: result for result in streaming_results(run(machine, bad, good)) if result["eos"]}
-    assert "asks the generator that waits for it" in str(ends[bad]["error"])
+    bad, good = make_job("abc", 5, settings=settings_with_hook(nested)), make_job("bcd", 5)
+    last = {result["job"]: result for result in streaming_results(run(generator, bad, good)) if result["eos"]}
+    assert "asks the generator that waits for it" in str(last[bad]["error"])
     assert good.full_completion == "efghi"
-    assert set(ends) == {bad, good}
-    assert machine.pages.num_free_pages == machine.pages.num_pages
+    assert set(last) == {bad, good}
+    assert generator.pages.num_free_pages == generator.pages.num_pages
 
 
-def test_a_hook_may_ask_what_is_left(machine: Generator) -> None:
-    found: list[int] = []
-    run(machine, job("abc", 2, settings=hooked(lambda _: found.append(machine.num_remaining_jobs()))))
-    assert found == [1, 1]
+def test_a_hook_may_ask_what_is_left(generator: Generator) -> None:
+    remaining: list[int] = []
+    settings = settings_with_hook(lambda _: remaining.append(generator.num_remaining_jobs()))
+    run(generator, make_job("abc", 2, settings=settings))
+    assert remaining == [1, 1]
 
 
 # Abandoned streams
@@ -286,28 +288,28 @@ def test_an_abandoned_stream_is_dropped_before_the_next_call_looks(llm: LLM) -> 
 def test_an_abandoned_stream_leaves_no_result_to_others(llm: LLM) -> None:
     stream = llm.stream("abc", settings=GREEDY, max_new_tokens=100)
     next(stream)
-    beside = Job(llm.tokenizer.encode("xyz"), 9, gen_settings=GREEDY)
-    llm.generator.enqueue(beside)
+    other_job = Job(llm.tokenizer.encode("xyz"), 9, gen_settings=GREEDY)
+    llm.generator.enqueue(other_job)
     llm.generator.iterate()
     stream.close()
-    found = []
+    received = []
     while llm.generator.num_remaining_jobs():
-        found += llm.generator.iterate()
-    assert {result["job"] for result in found} == {beside}
+        received += llm.generator.iterate()
+    assert {result["job"] for result in received} == {other_job}
 
 
 # Threads
 
 
-def test_one_thread_runs_the_step_and_the_other_waits_for_it(machine: Generator) -> None:
-    gate = Gate(machine)
-    first, first_text = in_thread(lambda: machine.generate("abc", 3, gen_settings=GREEDY))
+def test_one_thread_runs_the_step_and_the_other_waits_for_it(generator: Generator) -> None:
+    gate = Gate(generator)
+    first, first_text = in_thread(lambda: generator.generate("abc", 3, gen_settings=GREEDY))
     assert gate.reached.wait(TIMEOUT)
-    second, second_text = in_thread(lambda: machine.generate("klm", 3, gen_settings=GREEDY))
+    second, second_text = in_thread(lambda: generator.generate("klm", 3, gen_settings=GREEDY))
     second.join(0.05)
     assert second.is_alive()
     assert len(gate.threads) == 1
-    assert machine.num_active_jobs == 1, "the other's job waits for the end of the step"
+    assert generator.num_active_jobs == 1, "the other's job waits for the end of the step"
     gate.open.set()
     for thread in (first, second):
         thread.join(TIMEOUT)
@@ -315,66 +317,66 @@ def test_one_thread_runs_the_step_and_the_other_waits_for_it(machine: Generator)
 
 
 def test_an_llm_call_beside_an_iterate_loop_in_another_thread(llm: LLM) -> None:
-    machine = llm.generator
-    alone = [str(llm.generate(prompt, settings=GREEDY, max_new_tokens=20)) for prompt in ("abc", "xyz")]
-    own = Job(
+    generator = llm.generator
+    expected = [str(llm.generate(prompt, settings=GREEDY, max_new_tokens=20)) for prompt in ("abc", "xyz")]
+    long_job = Job(
         llm.tokenizer.encode("abc", add_bos=llm.tokenizer.wants_bos),
         20,
         gen_settings=GREEDY,
         stop_conditions=llm.tokenizer.eos_token_ids,
     )
-    machine.enqueue(own)
+    generator.enqueue(long_job)
 
     def loop() -> str:
         text = ""
-        while machine.num_remaining_jobs():
-            for result in machine.iterate():
-                assert result["job"] is own
+        while generator.num_remaining_jobs():
+            for result in generator.iterate():
+                assert result["job"] is long_job
                 text += result.get("text", "")
         return text
 
     thread, text = in_thread(loop)
-    beside = [str(llm.generate("xyz", settings=GREEDY, max_new_tokens=20)) for _ in range(5)]
+    concurrent = [str(llm.generate("xyz", settings=GREEDY, max_new_tokens=20)) for _ in range(5)]
     thread.join(TIMEOUT)
-    assert text == [alone[0]]
-    assert beside == [alone[1]] * 5
+    assert text == [expected[0]]
+    assert concurrent == [expected[1]] * 5
 
 
 # asyncio
 
 
 def test_generate_in_a_thread_beside_async_jobs(tokenizer: Tokenizer) -> None:
-    async def read(one: AsyncJob) -> str:
-        return "".join([str(result.get("text", "")) async for result in one])
+    async def read(job: AsyncJob) -> str:
+        return "".join([str(result.get("text", "")) async for result in job])
 
     async def main() -> None:
-        machine = AsyncGenerator(ScriptedModel(), ScriptedCache(), tokenizer)
+        generator = AsyncGenerator(ScriptedModel(), ScriptedCache(), tokenizer)
         async with asyncio.timeout(TIMEOUT):
             for _ in range(5):
                 texts = await asyncio.gather(
-                    *[read(AsyncJob(machine, ids("abc"), 20, gen_settings=GREEDY)) for _ in range(3)],
-                    asyncio.to_thread(machine.generator.generate, "klm", 20, gen_settings=GREEDY),
+                    *[read(AsyncJob(generator, ids("abc"), 20, gen_settings=GREEDY)) for _ in range(3)],
+                    asyncio.to_thread(generator.generator.generate, "klm", 20, gen_settings=GREEDY),
                 )
                 assert texts == ["defghijklmnopqrstuvw"] * 3 + ["klmnopqrstuvwxyzabcdefg"]
-            assert not machine.jobs
-            await machine.close()
+            assert not generator.jobs
+            await generator.close()
 
     asyncio.run(main())
 
 
 def test_an_async_job_that_nothing_reads_runs_to_its_end(tokenizer: Tokenizer) -> None:
     async def main() -> None:
-        machine = AsyncGenerator(ScriptedModel(), ScriptedCache(), tokenizer)
-        unread = AsyncJob(machine, ids("abc"), 5, gen_settings=GREEDY)
+        generator = AsyncGenerator(ScriptedModel(), ScriptedCache(), tokenizer)
+        unread = AsyncJob(generator, ids("abc"), 5, gen_settings=GREEDY)
         async with asyncio.timeout(TIMEOUT):
             async for result in unread:
                 assert result["stage"] == "started"
                 break
-            while machine.jobs or not unread.job.is_finished:
+            while generator.jobs or not unread.job.is_finished:
                 await asyncio.sleep(0.001)
             assert unread.job.full_completion == "defgh"
-            assert machine.generator.num_remaining_jobs() == 0
-            await machine.close()
+            assert generator.generator.num_remaining_jobs() == 0
+            await generator.close()
 
     asyncio.run(main())
 
@@ -382,11 +384,11 @@ def test_an_async_job_that_nothing_reads_runs_to_its_end(tokenizer: Tokenizer) -
 # What was lost before each job's results had a queue
 
 
-def test_a_step_that_raises_keeps_the_results_of_earlier_steps(machine: Generator) -> None:
-    own = job("abc", 9)
-    machine.enqueue(own)
-    machine.generate("xyz", 4, gen_settings=GREEDY)
-    runner = machine.model.runners[0]
+def test_a_step_that_raises_keeps_the_results_of_earlier_steps(generator: Generator) -> None:
+    own = make_job("abc", 9)
+    generator.enqueue(own)
+    generator.generate("xyz", 4, gen_settings=GREEDY)
+    runner = generator.model.runners[0]
     decode = runner.decode
 
     def fail(*_: Any) -> Any:
@@ -394,64 +396,64 @@ def test_a_step_that_raises_keeps_the_results_of_earlier_steps(machine: Generato
 
     runner.decode = fail
     with pytest.raises(RuntimeError, match="out of memory"):
-        machine.iterate()
+        generator.iterate()
     runner.decode = decode
-    text = "".join([result.get("text", "") for result in streaming_results(run(machine))])
+    text = "".join([result.get("text", "") for result in streaming_results(run(generator))])
     assert text == own.full_completion == "defghijkl"
 
 
-def test_a_call_whose_job_was_dropped_raises_while_others_run(machine: Generator) -> None:
-    """It ran steps for the others until they had ended."""
+def test_a_call_whose_job_was_dropped_raises_while_others_run(generator: Generator) -> None:
+    """Regression: the call ran steps for the other jobs until they had ended."""
 
     def replace(_: Any) -> None:
-        machine.clear_queue()
-        machine.enqueue(other)
+        generator.clear_queue()
+        generator.enqueue(other)
 
-    other = job("bcd", 200)
+    other = make_job("bcd", 200)
     with pytest.raises(InputError, match="dropped before its end"):
-        machine.generate("abc", 5, gen_settings=hooked(replace))
+        generator.generate("abc", 5, gen_settings=settings_with_hook(replace))
     assert other.new_tokens <= 1
     assert not other.is_finished
 
 
-def test_a_cancelled_job_of_another_generator_keeps_its_results(machine: Generator) -> None:
-    own, other = job("abc", 3), make_generator(machine.tokenizer)
-    machine.enqueue(own)
+def test_a_cancelled_job_of_another_generator_keeps_its_results(generator: Generator) -> None:
+    own, other = make_job("abc", 3), make_generator(generator.tokenizer)
+    generator.enqueue(own)
     other.cancel(own)
-    assert len(streaming_results(run(machine))) == 3
+    assert len(streaming_results(run(generator))) == 3
 
 
 def test_a_job_enqueued_beside_async_jobs_is_read_by_iterate(tokenizer: Tokenizer) -> None:
-    """Its results came to the async generator, which had no consumer for them."""
+    """Regression: the async generator received its results and had no consumer for them."""
 
     async def main() -> None:
-        machine = AsyncGenerator(ScriptedModel(), ScriptedCache(), tokenizer)
-        own = job("abc", 4)
+        generator = AsyncGenerator(ScriptedModel(), ScriptedCache(), tokenizer)
+        own = make_job("abc", 4)
         async with asyncio.timeout(TIMEOUT):
-            machine.generator.enqueue(own)
-            async for _ in AsyncJob(machine, ids("klm"), 9, gen_settings=GREEDY):
+            generator.generator.enqueue(own)
+            async for _ in AsyncJob(generator, ids("klm"), 9, gen_settings=GREEDY):
                 pass
-            results = streaming_results([[dict(result) for result in machine.generator.iterate()]])
+            results = streaming_results([[dict(result) for result in generator.generator.iterate()]])
             assert "".join([result["text"] for result in results]) == "defg"
-            await machine.close()
+            await generator.close()
 
     asyncio.run(main())
 
 
 def test_an_async_job_whose_queue_was_cleared_raises(tokenizer: Tokenizer) -> None:
-    """Its consumer waited for ever."""
+    """Regression: its consumer waited for ever."""
 
     async def main() -> None:
-        machine = AsyncGenerator(ScriptedModel(), ScriptedCache(), tokenizer)
+        generator = AsyncGenerator(ScriptedModel(), ScriptedCache(), tokenizer)
 
         async def read() -> None:
-            async for result in AsyncJob(machine, ids("abc"), 2000, gen_settings=GREEDY):
+            async for result in AsyncJob(generator, ids("abc"), 2000, gen_settings=GREEDY):
                 if result["stage"] == "streaming":
-                    machine.generator.clear_queue()
+                    generator.generator.clear_queue()
 
         async with asyncio.timeout(TIMEOUT):
             with pytest.raises(InputError, match="dropped before its end"):
                 await read()
-            await machine.close()
+            await generator.close()
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Random walks: whatever happens, the tables agree and no sequence reads what is not its own."""
+"""Random operations: the page table stays consistent and no sequence reads rows of another."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ WALKS, STEPS = 240, 100
 
 
 def run_fuzz(rng: Random, steps: int, page_size: int = 4) -> Counter[str]:
-    life = SchedulerFuzz(rng, page_size)
+    fuzz = SchedulerFuzz(rng, page_size)
     for _ in range(steps):
-        life.step()
-    life.drain()
-    return life.counts
+        fuzz.step()
+    fuzz.drain()
+    return fuzz.counts
 
 
 def test_many_runs() -> None:
-    seen: Counter[str] = Counter()
+    events: Counter[str] = Counter()
     for seed in range(WALKS):
-        seen += run_fuzz(Random(seed), STEPS)
-    assert seen["steps"] >= 20_000
+        events += run_fuzz(Random(seed), STEPS)
+    assert events["steps"] >= 20_000
     at_least = {
         "started": 4000,
         "finished": 2000,
@@ -41,7 +41,7 @@ def test_many_runs() -> None:
         "switches": 80,
         "rows kept in place": 80,
     }
-    assert {key: seen[key] for key in at_least if seen[key] < at_least[key]} == {}, seen
+    assert {key: events[key] for key in at_least if events[key] < at_least[key]} == {}, events
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16])

@@ -1,4 +1,4 @@
-"""One generator, several threads: each receives its own texts, in one batch."""
+"""Several threads use one generator in one batch; each receives its own texts."""
 
 from __future__ import annotations
 
@@ -29,96 +29,96 @@ def components(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokeniz
 
 @pytest.fixture(scope="module")
 def single_texts(components: tuple[Model, Tokenizer]) -> list[str]:
-    machine = generator(components)
-    return [machine.generate(prompt, NEW, gen_settings=GREEDY) for prompt in PROMPTS]
+    generator = make_generator(components)
+    return [generator.generate(prompt, NEW, gen_settings=GREEDY) for prompt in PROMPTS]
 
 
 @pytest.fixture(autouse=True)
-def _often() -> Iterator[None]:
-    """Threads take turns after every few lines."""
+def switch_threads_often() -> Iterator[None]:
+    """Let the interpreter switch threads after every few lines."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
 
 
-def generator(components: tuple[Model, Tokenizer]) -> Generator:
+def make_generator(components: tuple[Model, Tokenizer]) -> Generator:
     return Generator(components[0], Cache(components[0], max_seq_len=4096), components[1])
 
 
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """What each gives in a thread of its own; an error is what it gives."""
-    found: dict[int, Any] = {}
-    begin = threading.Barrier(len(calls))
+def run_concurrently(*functions: Callable[[], Any]) -> list[Any]:
+    """Run each function in a thread of its own; return their results or errors in order."""
+    results: dict[int, Any] = {}
+    barrier = threading.Barrier(len(functions))
 
-    def run(place: int, call: Callable[[], Any]) -> None:
-        begin.wait()
+    def run(index: int, function: Callable[[], Any]) -> None:
+        barrier.wait()
         try:
-            found[place] = call()
+            results[index] = function()
         except Exception as error:
-            found[place] = error
+            results[index] = error
 
-    threads = [threading.Thread(target=run, args=each) for each in enumerate(calls)]
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(functions)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[place] for place in range(len(calls))]
+    return [results[index] for index in range(len(functions))]
 
 
 def test_texts_are_the_same_as_one_by_one(components: tuple[Model, Tokenizer], single_texts: list[str]) -> None:
-    """Rounds ran into each other: IndexError from the sampler's tables, or worse."""
-    machine = generator(components)
+    """Regression: concurrent steps raised IndexError from the sampler's tables, or worse."""
+    generator = make_generator(components)
 
-    def ask(prompt: str) -> Callable[[], str]:
-        return lambda: machine.generate(prompt, NEW, gen_settings=GREEDY)  # type: ignore[no-any-return]
+    def make_call(prompt: str) -> Callable[[], str]:
+        return lambda: generator.generate(prompt, NEW, gen_settings=GREEDY)  # type: ignore[no-any-return]
 
     for _ in range(3):
-        assert at_once(*map(ask, PROMPTS)) == single_texts
-    assert not machine.num_remaining_jobs()
-    check_invariants(machine.pages, [])
+        assert run_concurrently(*map(make_call, PROMPTS)) == single_texts
+    assert not generator.num_remaining_jobs()
+    check_invariants(generator.pages, [])
 
 
 def test_an_iterate_loop_beside_generate_calls(components: tuple[Model, Tokenizer], single_texts: list[str]) -> None:
-    """A thread that iterates gets results of its own jobs only."""
-    machine = generator(components)
+    """A thread that iterates receives results of its own jobs only."""
+    generator = make_generator(components)
     jobs = [Job(components[1].encode(prompt), NEW, gen_settings=GREEDY) for prompt in PROMPTS[:4]]
-    machine.enqueue(jobs)
+    generator.enqueue(jobs)
 
     def loop() -> list[str]:
         texts = dict.fromkeys(jobs, "")
-        while not all(job.is_finished for job in jobs) or machine.num_remaining_jobs():
-            for result in machine.iterate():
+        while not all(job.is_finished for job in jobs) or generator.num_remaining_jobs():
+            for result in generator.iterate():
                 texts[result["job"]] += result.get("text", "")
         return [prompt + text for prompt, text in zip(PROMPTS, texts.values(), strict=False)]
 
-    def call() -> list[str]:
-        return machine.generate(PROMPTS[4:], NEW, gen_settings=GREEDY)  # type: ignore[no-any-return]
+    def generate_texts() -> list[str]:
+        return generator.generate(PROMPTS[4:], NEW, gen_settings=GREEDY)  # type: ignore[no-any-return]
 
-    assert at_once(loop, call) == [single_texts[:4], single_texts[4:]]
+    assert run_concurrently(loop, generate_texts) == [single_texts[:4], single_texts[4:]]
 
 
 def test_cancelling_from_another_thread(components: tuple[Model, Tokenizer], single_texts: list[str]) -> None:
-    machine = generator(components)
+    generator = make_generator(components)
     jobs = [Job(components[1].encode(prompt), 200, gen_settings=GREEDY) for prompt in PROMPTS]
-    machine.enqueue(jobs)
+    generator.enqueue(jobs)
 
     def cancel() -> None:
         for job in jobs:
-            machine.cancel(job)
+            generator.cancel(job)
 
     def loop() -> None:
-        while machine.num_remaining_jobs():
-            machine.iterate()
+        while generator.num_remaining_jobs():
+            generator.iterate()
 
-    assert at_once(loop, cancel) == [None, None]
-    assert machine.pages.num_free_pages == machine.pages.num_pages
-    check_invariants(machine.pages, [])
-    assert machine.generate(PROMPTS[0], NEW, gen_settings=GREEDY) == single_texts[0]
+    assert run_concurrently(loop, cancel) == [None, None]
+    assert generator.pages.num_free_pages == generator.pages.num_pages
+    check_invariants(generator.pages, [])
+    assert generator.generate(PROMPTS[0], NEW, gen_settings=GREEDY) == single_texts[0]
 
 
 class Where(Filter):
-    """Remembers in which thread a job first asks it something."""
+    """A filter that records the thread that uses it first."""
 
     thread: threading.Thread | None = None
 
@@ -137,15 +137,15 @@ class Where(Filter):
 
 
 def test_a_job_with_filters_is_prepared_beside_the_event_loop(components: tuple[Model, Tokenizer]) -> None:
-    """A grammar is compiled anew for each job, which may take a third of a second."""
+    """A grammar is compiled for each job, which may take a third of a second."""
 
     async def main() -> Where:
         where = Where(None, components[1])
-        machine = AsyncGenerator(components[0], Cache(components[0], max_seq_len=4096), components[1])
-        job = AsyncJob(machine, components[1].encode("abc"), max_new_tokens=3, filters=[where])
+        generator = AsyncGenerator(components[0], Cache(components[0], max_seq_len=4096), components[1])
+        job = AsyncJob(generator, components[1].encode("abc"), max_new_tokens=3, filters=[where])
         results = [result async for result in job]
         assert results[-1]["new_tokens"] == 3
-        await machine.close()
+        await generator.close()
         return where
 
     assert asyncio.run(main()).thread not in (None, threading.main_thread())

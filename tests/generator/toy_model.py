@@ -14,7 +14,7 @@ VOCAB = len(PIECES)
 
 
 class ToyDetokenizer:
-    """Ids to text, one after the other."""
+    """A detokenizer of the toy vocabulary."""
 
     pending = False
 
@@ -42,9 +42,9 @@ class ToyTokenizer:
 
     def encode(self, text: str, add_bos: bool = False, encode_special_tokens: bool = False, **_: Any) -> Tensor:
         ids = [1] if add_bos else []
-        words = PIECES if encode_special_tokens else PIECES[2:]
+        pieces = PIECES if encode_special_tokens else PIECES[2:]
         while text:
-            piece = max((p for p in words if text.startswith(p)), key=len)
+            piece = max((p for p in pieces if text.startswith(p)), key=len)
             ids.append(PIECES.index(piece))
             text = text[len(piece) :]
         return torch.tensor([ids], dtype=torch.int64)
@@ -65,7 +65,7 @@ class ToyTokenizer:
 
 
 class ToyRunner:
-    """Logits by script, over a cache whose rows remember the whole prefix they were computed from."""
+    """A scripted model whose cache rows store the whole prefix they were computed from."""
 
     def __init__(self, script: Callable[[list[int]], Sequence[int]], pages: int, size: int = 256) -> None:
         self.script, self.size = script, size
@@ -94,15 +94,15 @@ class ToyRunner:
         return None
 
     def _write(self, sequence: Any, prefix: Sequence[int], fed: Sequence[int]) -> None:
-        """Every row that is attended to must have been computed from exactly this text."""
+        """Check that every row that is attended to was computed from exactly this prefix, and store the new ones."""
         for i in range(len(prefix)):
             row = self.rows[sequence.pages[i // self.size]][i % self.size]
             assert row == (sequence.salt, *prefix[: i + 1]), f"row {i} was computed from {row!r}"
-        whole = list(prefix)
+        ids = list(prefix)
         for token in fed:
-            whole.append(token)
-            at = len(whole) - 1
-            self.rows[sequence.pages[at // self.size]][at % self.size] = (sequence.salt, *whole)
+            ids.append(token)
+            position = len(ids) - 1
+            self.rows[sequence.pages[position // self.size]][position % self.size] = (sequence.salt, *ids)
 
     def _logits(self, prefix: list[int]) -> Tensor:
         row = torch.zeros(VOCAB)
@@ -112,21 +112,21 @@ class ToyRunner:
 
 
 class AsyncToyRunner(ToyRunner):
-    """Runs ahead, and gives every answer in the place of the last one, of which nothing is left."""
+    """A runner for asynchronous scheduling that overwrites its last logits with the next ones."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._last: list[Tensor] = []
 
     def decode(self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[Tensor]:
-        for answer in self._last:
-            answer.fill_(torch.nan)
+        for logits in self._last:
+            logits.fill_(torch.nan)
         self._last = super().decode(sequences, past, tokens)
         return self._last
 
     def decode_next(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor:
-        fed = [[max(0, token)] for token in tokens.tolist()]
-        whole = torch.stack(self.decode(sequences, past, fed))
-        self.log[-1] = ("ahead", len(fed), 1)
-        self._last = [whole]
-        return whole
+        token_lists = [[max(0, token)] for token in tokens.tolist()]
+        logits = torch.stack(self.decode(sequences, past, token_lists))
+        self.log[-1] = ("ahead", len(token_lists), 1)
+        self._last = [logits]
+        return logits

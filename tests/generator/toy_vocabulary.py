@@ -1,4 +1,4 @@
-"""The toy vocabulary of the golden traces, single bytes, and short ways to push them."""
+"""The toy vocabulary of the golden traces, single bytes, and helpers that push them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ EMOJI = list("\U0001f600".encode())
 
 
 def toy_detokenizer(special: bool = False) -> Detokenizer:
-    """The specification's toy vocabulary."""
+    """A detokenizer of the toy vocabulary."""
     shown = [b"" if number in SPECIAL and not special else piece.encode() for number, piece in enumerate(PIECES)]
     return ByteTokenDecoder(shown, False).detokenizer(True)
 
 
-def detokenizer_of(pieces: list[bytes]) -> Detokenizer:
+def make_detokenizer(pieces: list[bytes]) -> Detokenizer:
     return ByteTokenDecoder(pieces, False).detokenizer(True)
 
 
 def push(output: OutputProcessor, pieces: str | list[str]) -> list[OutputAction]:
-    """Push toy tokens, by their text."""
+    """Push toy tokens by their texts."""
     return [output.push(ID[piece]) for piece in pieces]
 
 

@@ -78,7 +78,7 @@ def run(generator: Generator, jobs: list[Job]) -> list[Any]:
     return [last[id(job)] for job in jobs]
 
 
-def job(parts: Any, prompt: str, **options: Any) -> Job:
+def make_job(parts: Any, prompt: str, **options: Any) -> Job:
     return Job(parts[1].encode(prompt), 12, gen_settings=Settings.greedy(), **options)
 
 
@@ -88,7 +88,7 @@ def test_jobs_with_different_adapters_in_one_batch(parts: Any, adapters: Any, me
     generator = make_generator(parts, tokens=8192)
     order = [(n, p) for p in range(len(PROMPTS)) for n in range(4)]
     for _ in range(2):  # cold, then with every prompt in the cache
-        results = run(generator, [job(parts, PROMPTS[p], loras=sets[n]) for n, p in order])
+        results = run(generator, [make_job(parts, PROMPTS[p], loras=sets[n]) for n, p in order])
         assert [result["full_completion"] for result in results] == [merged[n][p] for n, p in order]
     cached = [result["cached_tokens"] for (_, p), result in zip(order, results, strict=True) if p == 2]
     assert min(cached) > 256
@@ -102,7 +102,7 @@ def test_prompts_are_not_shared_between_adapters(parts: Any, adapters: Any, merg
     generator = make_generator(parts)
 
     def cached(**options: Any) -> tuple[str, int]:
-        (result,) = run(generator, [job(parts, LONG, **options)])
+        (result,) = run(generator, [make_job(parts, LONG, **options)])
         return result["full_completion"], result["cached_tokens"]
 
     assert cached() == (merged[0][2], 0)
@@ -126,7 +126,7 @@ def test_default_adapters_of_a_generator(parts: Any, adapters: Any, merged: Any)
     assert generator.current_loras is None
     generator.set_loras(one)
     assert generator.current_loras == [one]
-    waiting = job(parts, PROMPTS[0])
+    waiting = make_job(parts, PROMPTS[0])
     generator.enqueue(waiting)
     generator.set_loras(two)
     assert greedy(generator, PROMPTS[0], loras=[]) == merged[0][0]
@@ -154,7 +154,7 @@ def test_speculation_with_adapters(parts: Any, adapters: Any, merged: Any) -> No
 def test_a_job_whose_adapter_is_unloaded_fails_alone(parts: Any, adapters: Any, merged: Any) -> None:
     one, two = (Lora.from_directory(parts[0], adapter.folder) for adapter in adapters)
     generator = make_generator(parts, max_batch_size=3)
-    jobs = [job(parts, PROMPTS[0], loras=loras) for loras in (one, two, None, one)]
+    jobs = [make_job(parts, PROMPTS[0], loras=loras) for loras in (one, two, None, one)]
     generator.enqueue(jobs)
     for _ in range(3):
         generator.iterate()
@@ -166,7 +166,7 @@ def test_a_job_whose_adapter_is_unloaded_fails_alone(parts: Any, adapters: Any, 
     assert all(isinstance(last[n]["error"], NotLoaded) for n in (0, 3))
     assert [last[n]["full_completion"] for n in (1, 2)] == [merged[2][0], merged[0][0]]
     with pytest.raises(NotLoaded, match="not installed"):
-        generator.enqueue(job(parts, PROMPTS[0], loras=one))
+        generator.enqueue(make_job(parts, PROMPTS[0], loras=one))
     assert generator.num_remaining_jobs() == 0
     two.unload()
 

@@ -167,7 +167,7 @@ def passes(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def job(ids: torch.Tensor, count: int, **options: Any) -> ExLlamaV2DynamicJob:
+def make_job(ids: torch.Tensor, count: int, **options: Any) -> ExLlamaV2DynamicJob:
     """A greedy job."""
     return ExLlamaV2DynamicJob(ids, count, gen_settings=ExLlamaV2Sampler.Settings.greedy(), **options)
 

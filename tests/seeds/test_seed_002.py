@@ -24,13 +24,13 @@ Answer = Callable[..., str]
 Settings = ExLlamaV2Sampler.Settings
 
 
-def job(tokenizer: ExLlamaV2Tokenizer, prompt: str, count: int, **options: Any) -> ExLlamaV2DynamicJob:
+def make_job(tokenizer: ExLlamaV2Tokenizer, prompt: str, count: int, **options: Any) -> ExLlamaV2DynamicJob:
     options = {"gen_settings": Settings.greedy()} | options
     return ExLlamaV2DynamicJob(tokenizer.encode(prompt), count, **options)
 
 
 def test_item_067_the_stages_come_in_order(generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer) -> None:
-    generator.enqueue(job(tokenizer, PROMPT, 5))
+    generator.enqueue(make_job(tokenizer, PROMPT, 5))
     assert generator.num_remaining_jobs() == 1
     stages = [result["stage"] for result in drain(generator)]
     assert stages == ["started", "prefill", *["streaming"] * 5]
@@ -62,7 +62,7 @@ def test_item_069_speculation_changes_the_speed_and_not_the_text(
         draft_cache=ExLlamaV2Cache(draft_model, max_seq_len=2048),
         num_draft_tokens=4,
     )
-    made.enqueue(job(tokenizer, PROMPT, 24))
+    made.enqueue(make_job(tokenizer, PROMPT, 24))
     counts, text = [], ""
     while made.num_remaining_jobs():
         streamed = [result for result in made.iterate() if result["stage"] == "streaming"]
@@ -79,10 +79,10 @@ def test_item_070_the_reason_of_the_end_is_named(
 ) -> None:
     made = ExLlamaV2SelectFilter(model, tokenizer, [" was"])
     jobs = {
-        "max_new_tokens": job(tokenizer, PROMPT, 5),
-        "stop_token": job(tokenizer, PROMPT, 50, stop_conditions=[tokenizer.single_id(".")]),
-        "stop_string": job(tokenizer, PROMPT, 50, stop_conditions=["girl"]),
-        "end_filter": job(tokenizer, PROMPT, 50, filters=[made]),
+        "max_new_tokens": make_job(tokenizer, PROMPT, 5),
+        "stop_token": make_job(tokenizer, PROMPT, 50, stop_conditions=[tokenizer.single_id(".")]),
+        "stop_string": make_job(tokenizer, PROMPT, 50, stop_conditions=["girl"]),
+        "end_filter": make_job(tokenizer, PROMPT, 50, filters=[made]),
     }
     generator.enqueue(list(jobs.values()))
     ends = {id(result["job"]): result for result in drain(generator) if result["eos"]}
@@ -92,7 +92,7 @@ def test_item_070_the_reason_of_the_end_is_named(
 def test_item_071_the_streamed_text_is_the_completion(
     generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer, answer: Answer
 ) -> None:
-    generator.enqueue(job(tokenizer, PROMPT, 20, stop_conditions=["never said"]))
+    generator.enqueue(make_job(tokenizer, PROMPT, 20, stop_conditions=["never said"]))
     results = [result for result in drain(generator) if result["stage"] == "streaming"]
     text = "".join(result.get("text", "") for result in results)
     assert text == results[-1]["full_completion"] == answer(PROMPT, 20)
@@ -104,7 +104,7 @@ def test_item_072_a_list_of_prompts_is_one_batch(
     generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer, answer: Answer
 ) -> None:
     prompts = [PROMPT, "The", "#include"]
-    jobs = [job(tokenizer, prompt, 6) for prompt in prompts]
+    jobs = [make_job(tokenizer, prompt, 6) for prompt in prompts]
     generator.enqueue(jobs)
     rounds = 0
     while generator.num_remaining_jobs():
@@ -118,7 +118,7 @@ def test_item_073_healing_takes_back_the_last_token(
     generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer
 ) -> None:
     prompt = "Once upon a "
-    one = job(tokenizer, prompt, 6, token_healing=True)
+    one = make_job(tokenizer, prompt, 6, token_healing=True)
     ids = tokenizer.encode(prompt)[0].tolist()
     assert one.sequences[0].ids == ids[:-1]
     generator.enqueue(one)
@@ -132,7 +132,7 @@ def test_item_073_healing_takes_back_the_last_token(
 def test_item_074_banned_strings_are_taken_back(
     generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer
 ) -> None:
-    generator.enqueue(job(tokenizer, PROMPT, 24, banned_strings=["Little Girl"]))
+    generator.enqueue(make_job(tokenizer, PROMPT, 24, banned_strings=["Little Girl"]))
     results = drain(generator)
     suppressed = [result["suppressed_text"] for result in results if "suppressed_text" in result]
     assert suppressed
@@ -179,7 +179,7 @@ def test_item_076_guidance_mixes_two_prompts(
 def test_item_077_jobs_and_the_streaming_generator_are_alternatives(
     generator: ExLlamaV2DynamicGenerator, model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer, answer: Answer
 ) -> None:
-    generator.enqueue(job(tokenizer, PROMPT, 10))
+    generator.enqueue(make_job(tokenizer, PROMPT, 10))
     by_job = "".join(result.get("text", "") for result in drain(generator))
     streaming = ExLlamaV2StreamingGenerator(model, ExLlamaV2Cache(model, max_seq_len=512), tokenizer)
     streaming.begin_stream_ex(tokenizer.encode(PROMPT), Settings.greedy())

@@ -25,7 +25,7 @@ from exllamav2 import (
 from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler
 from exlm import InputError, NotLoaded, UnknownArchitecture
 from exlm.model.devices import DeviceInfo, list_devices
-from tests.seeds.conftest import PROMPT, job, loaded, some_ids
+from tests.seeds.conftest import PROMPT, loaded, make_job, some_ids
 from tests.tiny import make
 from tests.tokenizer.sample_vocabularies import mistral_v1_model
 
@@ -131,7 +131,7 @@ def test_item_102_four_precisions(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenize
 
 def test_item_103_the_cache_bounds_concurrency(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> None:
     made = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=2048), tokenizer)
-    jobs = [job(some_ids(300, 1000 * n), 512 - 300) for n in range(5)]
+    jobs = [make_job(some_ids(300, 1000 * n), 512 - 300) for n in range(5)]
     made.enqueue(jobs)
     made.iterate()
     assert made.active_jobs == jobs[:4]  # 2048 tokens are four sequences of 512

@@ -11,7 +11,7 @@ import torch
 from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Tokenizer
 from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
 from exlm import InputError
-from tests.seeds.conftest import PROMPT, drain, job, some_ids
+from tests.seeds.conftest import PROMPT, drain, make_job, some_ids
 
 Answer = Callable[..., str]
 Settings = ExLlamaV2Sampler.Settings
@@ -27,9 +27,9 @@ def test_item_113_model_cache_and_tokenizer_make_a_generator(
 
 def test_item_114_prompts_are_cached(generator: ExLlamaV2DynamicGenerator) -> None:
     ids = some_ids(600)
-    generator.enqueue(job(ids, 3))
+    generator.enqueue(make_job(ids, 3))
     first = drain(generator)[-1]
-    generator.enqueue(job(ids, 3))
+    generator.enqueue(make_job(ids, 3))
     second = drain(generator)[-1]
     assert first["cached_tokens"] == 0
     assert (second["cached_pages"], second["cached_tokens"]) == (2, 599)
@@ -39,7 +39,7 @@ def test_item_114_prompts_are_cached(generator: ExLlamaV2DynamicGenerator) -> No
 def test_item_115_common_prefixes_share_pages(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> None:
     made = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=1536), tokenizer)
     start = some_ids(768)
-    jobs = [job(torch.cat([start, some_ids(20, 50 * n + 1)], 1), 4) for n in range(3)]
+    jobs = [make_job(torch.cat([start, some_ids(20, 50 * n + 1)], 1), 4) for n in range(3)]
     made.enqueue(jobs)  # alone each needs four pages of the six
     made.iterate()
     assert len(made.active_jobs) == 3
@@ -62,7 +62,7 @@ def test_item_116_warming_up_changes_nothing(model: ExLlamaV2, tokenizer: ExLlam
 def test_item_117_many_prompts_over_a_cache_of_one_row(generator: ExLlamaV2DynamicGenerator, answer: Answer) -> None:
     assert generator.cache.batch_size == generator.model.config.max_batch_size == 1
     prompts = [PROMPT, "The", "#include", "She was"]
-    jobs = [job(generator.tokenizer.encode(prompt), 6) for prompt in prompts]
+    jobs = [make_job(generator.tokenizer.encode(prompt), 6) for prompt in prompts]
     generator.enqueue(jobs)
     generator.iterate()
     assert generator.active_jobs == jobs
@@ -78,7 +78,7 @@ def test_item_118_batch_and_queue_sizes(model: ExLlamaV2, cache: ExLlamaV2Cache,
     ):
         made = ExLlamaV2DynamicGenerator(model, cache, tokenizer, **sizes)
         assert made.max_batch_size == rows
-        made.enqueue([job(some_ids(5, n), 4) for n in range(5)])
+        made.enqueue([make_job(some_ids(5, n), 4) for n in range(5)])
         most = 0
         while made.num_remaining_jobs():
             made.iterate()
