@@ -12,7 +12,15 @@ from ..lazy import lazy_exports
 if TYPE_CHECKING:
     from .benchmark import BenchmarkConfig, run
     from .comparison import ENGINES, compare
-    from .report import BenchmarkRow, EngineResult, Report, require_matplotlib, save_comparison_plot, save_plot
+    from .report import (
+        BenchmarkRow,
+        Comparison,
+        EngineResult,
+        Report,
+        require_matplotlib,
+        save_comparison_plot,
+        save_plot,
+    )
     from .shapes import FORMATS, SHAPES, Shape
     from .system_info import describe_hardware, describe_system
     from .tuning import TuningResult, tune
@@ -21,7 +29,15 @@ _EXPORTS = {
     "benchmark": ("BenchmarkConfig", "run"),
     "system_info": ("describe_hardware", "describe_system"),
     "comparison": ("ENGINES", "compare"),
-    "report": ("EngineResult", "BenchmarkRow", "Report", "require_matplotlib", "save_comparison_plot", "save_plot"),
+    "report": (
+        "Comparison",
+        "EngineResult",
+        "BenchmarkRow",
+        "Report",
+        "require_matplotlib",
+        "save_comparison_plot",
+        "save_plot",
+    ),
     "shapes": ("FORMATS", "SHAPES", "Shape"),
     "tuning": ("TuningResult", "tune"),
 }
@@ -32,6 +48,7 @@ __all__ = [
     "SHAPES",
     "BenchmarkConfig",
     "BenchmarkRow",
+    "Comparison",
     "EngineResult",
     "Report",
     "Shape",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import BadFile, MissingExtra
 
@@ -85,21 +85,25 @@ class Report:
         """The report as lists and dicts."""
         return asdict(self, dict_factory=lambda fields: {_JSON_KEYS.get(key, key): v for key, v in fields})
 
+
+class Comparison(NamedTuple):
+    """Engines on one model and device: what `save_comparison_plot` draws of a file that `--json` wrote."""
+
+    model: str
+    device: str
+    engines: tuple[EngineResult, ...]
+
     @classmethod
-    def from_json(cls, path: Path) -> Report:
-        """Read what `--json` wrote; raises BadFile."""
+    def from_json(cls, path: Path) -> Comparison:
+        """Read `model`, `device` and `peers`; raises BadFile."""
         try:
-            data = _from_keys(cls, json.loads(path.read_text(encoding="utf-8")))
-            data["rows"] = tuple(BenchmarkRow(**_from_keys(BenchmarkRow, row)) for row in data["rows"])
-            data["peers"] = tuple(EngineResult(**peer) for peer in data["peers"])
-            return cls(**{**data, "backends": tuple(data["backends"])})
+            found = json.loads(path.read_text(encoding="utf-8"))
+            engines = tuple(EngineResult(**engine) for engine in found["peers"])
+            if not any(engine.values.get("decode") for engine in engines):
+                raise ValueError("no engine has a decode speed")
+            return cls(found["model"], found["device"], engines)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadFile(f"{path} holds no results of `exlm bench --json`: {type(error).__name__} {error}.") from None
-
-
-def _from_keys(kind: type[BenchmarkRow] | type[Report], data: dict[str, Any]) -> dict[str, Any]:
-    """A dataclass's values by field name, from the keys of the JSON file."""
-    return {one.name: data[_JSON_KEYS.get(one.name, one.name)] for one in fields(kind)}
+            raise BadFile(f"{path} holds no comparison by `exlm bench --peers --json`: {error!r}.") from None
 
 
 def bound(bandwidth: float, flops: float, idle: float, on_gpu: bool) -> str:
@@ -117,26 +121,29 @@ def require_matplotlib() -> None:
         raise MissingExtra("A plot needs matplotlib: pip install 'exlm[bench]'.")
 
 
-def save_comparison_plot(reports: Sequence[Report], path: Path, dark: bool = False) -> None:
-    """Write a PNG or SVG with the decode speed of the engines of each report, as one panel of bars each."""
+def save_comparison_plot(comparisons: Sequence[Comparison], path: Path, dark: bool = False) -> None:
+    """Write a PNG or SVG with the decode speed of the engines, one panel of bars for each comparison."""
     require_matplotlib()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     text, own, other = ("#e6edf3", "#6ea8fe", "#57606a") if dark else ("#1f2328", "#3b5bdb", "#b9c0cb")
-    panels = [[(p.engine, median(p.values["decode"])) for p in r.peers if p.values.get("decode")] for r in reports]
+    panels = [
+        [(one.engine, median(one.values["decode"])) for one in comparison.engines if one.values.get("decode")]
+        for comparison in comparisons
+    ]
     with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "exlm", "svg.fonttype": "none"}):
         figure = Figure(figsize=(8.0, 0.5 + sum(0.75 + 0.36 * len(rows) for rows in panels)), layout="constrained")
         FigureCanvasAgg(figure)
-        heights = [0.6 + 0.36 * len(rows) for rows in panels]
+        heights = [len(rows) for rows in panels]
         axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-        for axis, report, rows in zip(axes, reports, panels, strict=True):
+        for axis, (model, device, _), rows in zip(axes, comparisons, panels, strict=True):
             names, speeds = [name for name, _ in rows], [speed for _, speed in rows]
             colors = [own if name.startswith("exlm") else other for name in names]
             bars = axis.barh(names, speeds, color=colors, height=0.72)
             axis.bar_label(bars, fmt="{:,.0f}", padding=4, color=text)
-            axis.set_title(f"{report.model}, {report.device}: decode, tokens/s", loc="left", color=text, fontsize=10)
+            axis.set_title(f"{model}, {device}: decode, tokens/s", loc="left", color=text, fontsize=10)
             axis.invert_yaxis()
             axis.set_xlim(0, 1.12 * max(speeds))
             axis.xaxis.set_visible(False)

@@ -96,7 +96,7 @@ def bench(
     if results:
         if plot is None:
             raise InputError("--from draws results: name the file to draw with --plot.")
-        benchmark.save_comparison_plot([benchmark.Report.from_json(file) for file in results], plot, dark)
+        benchmark.save_comparison_plot([benchmark.Comparison.from_json(file) for file in results], plot, dark)
         return
     interpreters = _parse_peers(peer or [])
     if threads is not None:
