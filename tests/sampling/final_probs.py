@@ -9,7 +9,7 @@ from exlm.sampling import SamplerState, SamplingRequest, Settings
 from exlm.sampling.candidates import block_maxima
 from exlm.sampling.logits_processors import NO_EDITS
 from exlm.sampling.sampler import apply_logits_steps, final_candidates
-from exlm.sampling.steps import RowGroup, make_task
+from exlm.sampling.steps import RowGroup, make_row
 from exlm.sampling.vocabulary import SamplerVocabulary
 from tests.sampling.random_inputs import neutral
 
@@ -20,11 +20,11 @@ def group_of(settings: list[Settings], width: int) -> RowGroup:
     """Rows without a text."""
     device = torch.device("cpu")
     requests = [SamplingRequest(each, SamplerState(each, 0)) for each in settings]
-    tasks = [
-        make_task(row, request, request.settings.compiled(), NO_EDITS, width, device)
-        for row, request in enumerate(requests)
+    rows = [
+        make_row(index, request, request.settings.compiled(), NO_EDITS, width, device)
+        for index, request in enumerate(requests)
     ]
-    return RowGroup(tasks, SamplerVocabulary(), width, device)
+    return RowGroup(rows, SamplerVocabulary(), width, device)
 
 
 def final_probabilities(x: Tensor, settings: list[Settings]) -> list[Probabilities]:

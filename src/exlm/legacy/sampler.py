@@ -39,7 +39,7 @@ from ..sampling.request import FAILURE_MESSAGES
 from ..sampling.rng import uniform
 from ..sampling.sampler import apply_logits_steps, final_candidates, update_states
 from ..sampling.settings import CompiledSettings
-from ..sampling.steps import RowGroup, make_task
+from ..sampling.steps import RowGroup, make_row
 from ..sampling.vocabulary import SamplerVocabulary
 
 MAX_SORTED_TOP_K = 500  # up to this k, exllamav2 left the candidates of top-k sorted
@@ -114,22 +114,22 @@ class _SampleCall:
         state = SamplerState(None, 0, history)
         mus = self.settings.mirostat_mu
         state.mirostat_mu = mus[index] if mus and index < len(mus) else None
-        row = SamplingRequest(self.settings, state, blocked=self.blocked_ids)
-        plan = self.settings.compiled()
+        request = SamplingRequest(self.settings, state, blocked=self.blocked_ids)
+        compiled = self.settings.compiled()
         if self.settings.token_bias is not None:
             check_bias(self.settings.token_bias, len(x))
-        edits = compute_edits(row, plan, self.vocabulary, len(x))
+        edits = compute_edits(request, compiled, self.vocabulary, len(x))
         x = x.float().clone().unsqueeze(0)
         apply_edits(x, [edits])
         self.filter_mask.apply(x[0])
         if healing_ids is not None:
             apply_allowed(x[0], healing_ids)
         width = x.shape[1]
-        group = RowGroup([make_task(0, row, plan, edits, width, x.device)], self.vocabulary, width, x.device)
+        group = RowGroup([make_row(0, request, compiled, edits, width, x.device)], self.vocabulary, width, x.device)
         apply_logits_steps(x, group)
         maxima = block_maxima(x)
         _check_max_logit(float(maxima.amax()))
-        sampled = self._greedy(x, group) if plan.greedy else self._draw(x, maxima, group, u)
+        sampled = self._greedy(x, group) if compiled.greedy else self._draw(x, maxima, group, u)
         sampled.mu = state.mirostat_mu
         return sampled
 
@@ -139,11 +139,11 @@ class _SampleCall:
         return _RowSample(int(drawn.tokens), 1.0, drawn.top_tokens, drawn.top_probs)
 
     def _draw(self, x: Tensor, maxima: Tensor, group: RowGroup, u: float) -> _RowSample:
-        (plan,), ((_, _, c),) = group.compiled, final_candidates(x, group, maxima)
+        (compiled,), ((_, _, c),) = group.compiled, final_candidates(x, group, maxima)
         p = c.p if c.ids is None else torch.zeros_like(x, dtype=c.p.dtype).scatter_(1, c.ids, c.p)
         sorted_p, ids = stable_sort_descending(p)
-        ordered_ids, weights = _exllamav2_order(x, p[0], ids[0], plan, self.num_top)
-        position = inverse_cdf(weights, u ** plan.params["skew_power"])
+        ordered_ids, weights = _exllamav2_order(x, p[0], ids[0], compiled, self.num_top)
+        position = inverse_cdf(weights, u ** compiled.params["skew_power"])
         while p[0, ordered_ids[position]] == 0:
             position -= 1
         token = int(ordered_ids[position])
@@ -158,16 +158,18 @@ class _SampleCall:
 
 
 def _exllamav2_order(
-    x: Tensor, p: Tensor, sorted_ids: Tensor, plan: CompiledSettings, num_top: int
+    x: Tensor, p: Tensor, sorted_ids: Tensor, compiled: CompiledSettings, num_top: int
 ) -> tuple[Tensor, Tensor]:
     """The candidates in exllamav2's order, and their probabilities."""
-    if plan.probs_steps & SORTING_STEPS or 0 < plan.top_k <= MAX_SORTED_TOP_K:
+    if compiled.probs_steps & SORTING_STEPS or 0 < compiled.top_k <= MAX_SORTED_TOP_K:
         members = sorted_ids[: int((p > 0).sum())]
         return members, p[members]
-    if plan.probs_steps & {"top_a", "min_p"} and not plan.top_k and "top_p" not in plan.probs_steps:
-        members, weights = _above_thresholds(x, p, plan)
+    if compiled.probs_steps & {"top_a", "min_p"} and not compiled.top_k and "top_p" not in compiled.probs_steps:
+        members, weights = _above_thresholds(x, p, compiled)
     else:
-        members = (p > 0).nonzero().squeeze(1) if plan.top_k or "top_p" in plan.probs_steps else torch.arange(len(p))
+        members = (
+            (p > 0).nonzero().squeeze(1) if compiled.top_k or "top_p" in compiled.probs_steps else torch.arange(len(p))
+        )
         weights = p[members]
     if num_top:
         order = torch.tensor(partial_quicksort(weights.float().tolist(), num_top))
@@ -175,15 +177,15 @@ def _exllamav2_order(
     return members, weights
 
 
-def _above_thresholds(x: Tensor, p: Tensor, plan: CompiledSettings) -> tuple[Tensor, Tensor]:
+def _above_thresholds(x: Tensor, p: Tensor, compiled: CompiledSettings) -> tuple[Tensor, Tensor]:
     """The candidates after top-a and min-p, and perhaps one below (`gather_above_threshold`)."""
-    before = batch_params([plan], x.device).unnormalized_probs(x, x.amax(-1, keepdim=True))[0]
+    before = batch_params([compiled], x.device).unnormalized_probs(x, x.amax(-1, keepdim=True))[0]
     top = 1.0 / float(before.sum())
-    threshold = max(plan.params["top_a"] * top, plan.params["min_p"]) * (1.0 - THRESHOLD_TOLERANCE)
+    threshold = max(compiled.params["top_a"] * top, compiled.params["min_p"]) * (1.0 - THRESHOLD_TOLERANCE)
     members, extra = gather_above_threshold(before >= threshold)
     # Other steps raised the candidates' ratios to a power, or (XTC) do not affect such improbable ones.
     best = before.argmax()
-    extra_weight = p[best] * before[extra] ** (1.0 / plan.params["final_temperature"])
+    extra_weight = p[best] * before[extra] ** (1.0 / compiled.params["final_temperature"])
     return torch.cat((members, extra)), torch.cat((p[members], extra_weight))
 
 

@@ -1,8 +1,8 @@
 """Candidates: the tokens that may be drawn, with their probabilities, for a group of rows; and the draw.
 
-Candidates have two shapes. *Narrow*: the few most probable tokens of each row, in order, found without
-sorting the vocabulary. *Wide*: a column for each token of the vocabulary, for rows that exclude nothing, or
-on devices where asking how many remain would stall. The steps work on either. Probabilities are float64: sums
+Candidates are the few most probable tokens of each row, in order, found without sorting the vocabulary; or they
+have a column for each token of the vocabulary, in rows that exclude nothing, or on devices where the host would
+have to wait for the number that remains. The steps work on either. Probabilities are float64: sums
 of different lengths then agree far beyond any threshold, so a row's tokens do not depend on its neighbours'.
 
 The draw inverts the cumulative distribution: it goes along the candidates until their probabilities add up to
@@ -26,7 +26,7 @@ from ..sampler_chain import PARAM_NAMES, STEPS_BY_STAGE
 from .settings import CompiledSettings
 
 MAX_DIRECT_COLUMNS = 16384  # wider rows are searched in two passes: block maxima, then the best block
-MIN_SPARE_BLOCKS = 32  # top-k searches block maxima first if a row has twice as many blocks as k and this
+MIN_SPARE_BLOCKS = 32  # top-k searches block maxima first in rows of at least 2 · (k + MIN_SPARE_BLOCKS) blocks
 
 
 def block_maxima(x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def all_candidates_in_chunks(
 
 
 def floor_needs_total(compiled: CompiledSettings) -> bool:
-    """Whether steps ask how probable tokens are among all; min-p alone compares with the most probable."""
+    """Whether the floor is a probability, which takes the sum over all tokens; min-p's is a part of the largest."""
     earlier = STEPS_BY_STAGE["candidates"][: STEPS_BY_STAGE["candidates"].index("min_p")]
     return "min_p" not in compiled.probs_steps or bool(compiled.probs_steps & {*earlier})
 
@@ -266,9 +266,9 @@ def floor_needs_total(compiled: CompiledSettings) -> bool:
 def log_prob_floor(compiled: CompiledSettings, width: int, mu: float | None) -> float:
     """The logarithm of a probability below which every token is excluded; -inf if there is none.
 
-    It is relative to all tokens if `floor_needs_total`, else to the most probable. Dropping what lies below
-    must not change what the steps decide about the rest: top-p leaves out more than all of it together, and
-    no earlier step sums over it. `mu` is mirostat's target.
+    It is relative to the sum of all tokens if `floor_needs_total`, else to the most probable token. Dropping
+    what lies below must not change what the steps decide about the rest: top-p would exclude it, as its sum is
+    less than 1 - p, and no earlier step sums over it. `mu` is mirostat's target.
     """
     if not floor_needs_total(compiled):
         return math.log(compiled.params["min_p"])

@@ -51,10 +51,11 @@ MIN_COUNTS_CAPACITY = 256
 NO_TOKEN = -1
 
 
-class PackedRows:
-    """The int64 words of one upload: a header for each row, the blocked tokens of all, and lists of this step.
+class UploadBuffer:
+    """The int64 words of one upload: a header for each row, the blocked tokens of all rows, and lists of this step.
 
-    `words` are the first two, `headers` (rows, HEADER_WORDS) a view of the first.
+    `words` are the headers and the blocked tokens, `headers` (rows, HEADER_WORDS) is a view of their start, and
+    `step_lists` are uploaded after them.
     """
 
     def __init__(self, headers: Sequence[bytes], blocked: Sequence[Sequence[int]]) -> None:
@@ -86,7 +87,8 @@ TokenCountsWords = tuple[int, int, int, int, int, int]
 class DeviceTokenCounts:
     """The last `sustain` tokens of a text (None: all of them) on the device, as pairs (token, count).
 
-    `synced_length` is the length of the text that the pairs count after the kernels used the words so far.
+    `synced_length` is the length of the text whose tokens the pairs count once the kernels have read the latest
+    words.
     """
 
     def __init__(self, sustain: int | None, width: int, device: torch.device) -> None:
@@ -102,7 +104,7 @@ class DeviceTokenCounts:
         """How many more tokens fit."""
         return self._capacity - self._size_minus_length - self.synced_length
 
-    def sync(self, text: Sequence[int], upload: PackedRows) -> TokenCountsWords:
+    def sync(self, text: Sequence[int], upload: UploadBuffer) -> TokenCountsWords:
         """The words for a text as it is now; a new list of pairs is appended to the upload."""
         length, sustain = len(text), self.sustain
         if length == self.synced_length:
@@ -131,7 +133,7 @@ TokenHistoryWords = tuple[int, int, int]
 class DeviceTokenHistory:
     """A text on the device, as int32 ids.
 
-    `synced_length` is the length of the text on the device after the kernels used the words so far.
+    `synced_length` is the length of the text on the device once the kernels have read the latest words.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -146,7 +148,7 @@ class DeviceTokenHistory:
         """How many more tokens fit."""
         return self._capacity - self.synced_length
 
-    def sync(self, text: Sequence[int], upload: PackedRows) -> TokenHistoryWords:
+    def sync(self, text: Sequence[int], upload: UploadBuffer) -> TokenHistoryWords:
         """The words for a text as it is now; copies all tokens that the device lacks but the last one."""
         length = len(text)
         if length > self._capacity or self._ids is None:
@@ -320,7 +322,7 @@ class TokenHistoryWriter:
 
     def __init__(
         self,
-        upload: PackedRows,
+        upload: UploadBuffer,
         rows: list[int],
         lists: Sequence[DeviceTokenHistory | DeviceTokenCounts],
         texts: list[list[int]],
@@ -361,7 +363,7 @@ class TokenCountsWriter(TokenHistoryWriter):
     first_word, num_words = HEADER_OFFSETS["token_counts"], 6
 
     def __init__(
-        self, upload: PackedRows, rows: list[int], counts: Sequence[DeviceTokenCounts], texts: list[list[int]]
+        self, upload: UploadBuffer, rows: list[int], counts: Sequence[DeviceTokenCounts], texts: list[list[int]]
     ) -> None:
         super().__init__(upload, rows, counts, texts)
         members = list(zip(rows, texts, counts, strict=True))
@@ -386,7 +388,7 @@ class TokenCountsWriter(TokenHistoryWriter):
 class MuWriter:
     """Writes the addresses of mirostat's targets."""
 
-    def __init__(self, upload: PackedRows, members: Sequence[tuple[int, StepState]], device: torch.device) -> None:
+    def __init__(self, upload: UploadBuffer, members: Sequence[tuple[int, StepState]], device: torch.device) -> None:
         self._headers, self._members, self._device = upload.headers, members, device
         rows = [row for row, _ in members]
         self._rows, self._offsets = upload.index_of(rows), np.array(rows) * WORD_BYTES
@@ -455,7 +457,7 @@ class KernelGroup:
         self.batch_indices = batch_indices
         self._requests, self._width = requests, cache.width
         self._cached = cached  # keeps alive what the headers point to
-        self._upload = upload = PackedRows([each.header for each in cached], [each.blocked_ids for each in cached])
+        self._upload = upload = UploadBuffer([each.header for each in cached], [each.blocked_ids for each in cached])
         upload.headers[:, HEADER_OFFSETS["batch_index"]] = batch_indices
         self._param_table = param_table(tuple([each.compiled for each in cached]), cache.device)
         self._states = [request.state for request in requests]
@@ -555,7 +557,7 @@ class GpuBatch:
     """The rows of a batch in groups by kernel variant, and the indices of those that torch must sample.
 
     `all_argmax` says that every request takes the largest logit; then there are no groups. `has_masks` says
-    that a row has a mask now.
+    that a row has a mask now, `may_overflow` that a row may have more candidates than its kernel can gather.
     """
 
     def __init__(self, requests: Sequence[SamplingRequest], cache: RequestCache) -> None:

@@ -30,7 +30,8 @@ STEPS_BEFORE_MIROSTAT = frozenset({"tfs", "typical"})
 
 
 class SamplingKernelVariant(NamedTuple):
-    """The kernel variant for a row: how many candidates it sorts, whether it has no top-k, or all steps."""
+    """The kernel variant for a row: how many candidates it sorts, whether these come from the whole vocabulary
+    instead of a top-k, and whether it has all steps."""
 
     sort_size: int
     full_vocab: bool

@@ -58,8 +58,8 @@ def compute_edits(
 ) -> LogitsEdits:
     """The changes that a row's settings, request and text ask for; `width` counts the tokens."""
     penalties, dry_penalties = None, {}
-    if compiled.reads_history and request.history is not None:
-        request.state.sync_history(request.history)
+    if compiled.reads_history:
+        request.sync_history()
     if compiled.penalty_rule is not None:
         penalized = request.state.penalized_tokens(compiled.penalty_rule)
         penalties = (compiled.penalty_rule, penalized) if penalized.ids else None

@@ -231,7 +231,7 @@ class SamplingRequest:
         )
 
     def sync_history(self) -> None:
-        """Let the state take over the request's own history, if it brings one."""
+        """Make the state's history equal to the request's own, if it has one."""
         if self.history is not None:
             self.state.sync_history(self.history)
 

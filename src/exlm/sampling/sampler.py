@@ -42,10 +42,10 @@ from .steps import (
     DRAW_STEPS,
     LOGITS_STEPS,
     STATE_UPDATES,
+    BatchRow,
     GroupKey,
     RowGroup,
-    SamplingTask,
-    make_task,
+    make_row,
 )
 from .vocabulary import SamplerTokenizer, SamplerVocabulary
 
@@ -141,12 +141,12 @@ class Sampler:
             if bias is not None and bias is not checked_bias:
                 check_bias(bias, width)
                 checked_bias = bias
-        groups: dict[GroupKey, list[SamplingTask]] = {}
+        groups: dict[GroupKey, list[BatchRow]] = {}
         for index, request, compiled in chosen:
             edits = compute_edits(request, compiled, self.vocabulary, width)
-            task = make_task(index, request, compiled, edits, width, x.device)
-            groups.setdefault(task.group_key, []).append(task)
-        return [RowGroup(tasks, self.vocabulary, width, x.device) for tasks in groups.values()]
+            row = make_row(index, request, compiled, edits, width, x.device)
+            groups.setdefault(row.group_key, []).append(row)
+        return [RowGroup(rows, self.vocabulary, width, x.device) for rows in groups.values()]
 
     def _checked_logits(self, logits: Tensor, num_rows: int) -> Tensor:
         """Checked logits in float32, without the padding."""
@@ -180,12 +180,12 @@ class Sampler:
 
     def _sample_group(self, x: Tensor, group: RowGroup, num_top: int) -> list[DrawnRows]:
         """Draw a token for the rows of one group from the batch's logits; in parts with the batch indices."""
-        if len(group.tasks) < len(x):
+        if len(group.rows) < len(x):
             x = x.index_select(0, torch.tensor(group.batch_indices).to(x.device, non_blocking=True))
         elif group.edits_logits:
             x = x.clone(memory_format=torch.contiguous_format)
         if group.edits_logits:
-            apply_edits(x, [task.edits for task in group.tasks])
+            apply_edits(x, [row.edits for row in group.rows])
             apply_logits_steps(x, group)
         return _draw_group(x, group, num_top)
 
@@ -287,7 +287,7 @@ def final_candidates(x: Tensor, group: RowGroup, maxima: Tensor) -> Iterator[tup
     if group.search == "top_k":
         found = [(list(range(len(x))), top_k_candidates(x, group.compiled, group.batch_params, maxima))]
     elif group.search in ("floor_of_max", "floor_of_total"):
-        floors = [task.log_prob_floor for task in group.tasks]
+        floors = [row.log_prob_floor for row in group.rows]
         found = candidates_above_floor(x, group.compiled, group.batch_params, floors, maxima)
     else:
         found = all_candidates_in_chunks(x, range(len(x)), group.compiled)

@@ -45,6 +45,7 @@ class VersionStamps:
 
     def __init__(self) -> None:
         self.latest: object = None
+        """The newest stamp: if it is the same, no settings, request or state of the process has changed."""
         self.latest_mask_change: object = None
         """A new one whenever any row got or lost a mask."""
 
@@ -261,7 +262,8 @@ class CompiledSettings:
     `logits_steps` change the logits by their values alone, in order; `probs_steps` come after the softmax and
     top-k, and change the candidates' probabilities or the draw; `stateful_steps` have a state that each token
     changes, also in a greedy row, which has no `probs_steps`.
-    `kernel_row` are the row's parameters for the GPU kernels, which can sample it if `kernels_support`.
+    `params` are the parameters of all steps, `param_row` their values. `kernel_row` are those of the GPU kernels,
+    which can sample the row if `kernels_support`.
     With `reads_history` the tokens of the text matter. `greedy_only` settings take the largest logit and use no
     other step.
     """

@@ -27,23 +27,27 @@ from .settings import CompiledSettings
 from .vocabulary import SamplerVocabulary
 
 SearchKind = Literal["greedy", "unfiltered", "top_k", "floor_of_max", "floor_of_total", "full_vocab"]
-"""How a row's candidates are found: the largest logit alone; from all tokens, without any step; the k largest
-logits; the tokens above a floor, which is a part of the largest probability or of their sum; all tokens."""
+"""How a row's candidates are found.
+
+`greedy`: the largest logit alone. `unfiltered`: a draw from all tokens, because no step changes probabilities.
+`top_k`: the k largest logits. `floor_of_max` and `floor_of_total`: the tokens above a floor, which is a fraction
+of the largest probability or of the sum of all. `full_vocab`: all tokens go through the steps.
+"""
 
 
 class GroupKey(NamedTuple):
     """What rows have in common that go through the steps together.
 
-    Sorting the vocabulary is slow: rows that need no sorting, by probability or by surprise, get another group.
+    Sorting the vocabulary is slow: rows that need no sorting, by probability or by surprisal, get another group.
     """
 
     search: SearchKind
     edits_logits: bool
     sorts_vocab: bool
-    sorts_by_surprise: bool
+    sorts_by_surprisal: bool
 
 
-class SamplingTask(NamedTuple):
+class BatchRow(NamedTuple):
     """A row of the batch, with what its settings ask for at its position.
 
     Tokens whose probability has a logarithm below `log_prob_floor` need not be looked at.
@@ -58,14 +62,14 @@ class SamplingTask(NamedTuple):
     group_key: GroupKey
 
 
-def make_task(
+def make_row(
     batch_index: int,
     request: SamplingRequest,
     compiled: CompiledSettings,
     edits: LogitsEdits,
     width: int,
     device: torch.device,
-) -> SamplingTask:
+) -> BatchRow:
     """Decide how a row's candidates are found; `width` counts the tokens."""
     mu, position = None, request.position
     can_sync = device.type == "cpu"
@@ -74,7 +78,7 @@ def make_task(
         mu = float(request.state.step_state("mirostat").at(position, initial, device))
     search = _search_for if mu is None else _search_for.__wrapped__  # caching would not help: targets differ
     edits_logits = edits is not NO_EDITS or bool(compiled.logits_steps)
-    return SamplingTask(
+    return BatchRow(
         batch_index, request, compiled, edits, position, *search(compiled, width, can_sync, mu, edits_logits)
     )
 
@@ -108,12 +112,12 @@ class RowGroup:
     """
 
     def __init__(
-        self, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int, device: torch.device
+        self, rows: Sequence[BatchRow], vocabulary: SamplerVocabulary, width: int, device: torch.device
     ) -> None:
-        self.tasks, self.vocabulary, self.width, self.device = tasks, vocabulary, width, device
-        self.search, self.edits_logits = tasks[0].group_key[:2]
-        self.batch_indices = [task.batch_index for task in tasks]
-        self.compiled = [task.compiled for task in tasks]
+        self.rows, self.vocabulary, self.width, self.device = rows, vocabulary, width, device
+        self.search, self.edits_logits = rows[0].group_key[:2]
+        self.batch_indices = [row.batch_index for row in rows]
+        self.compiled = [row.compiled for row in rows]
         self.batch_params = batch_params(self.compiled, device)
         self.params = self.batch_params.columns
         different = set(self.compiled)
@@ -126,31 +130,31 @@ class RowGroup:
 
     def select(self, members: Sequence[int]) -> RowGroup:
         """Some of the rows."""
-        return RowGroup([self.tasks[i] for i in members], self.vocabulary, self.width, self.device)
+        return RowGroup([self.rows[i] for i in members], self.vocabulary, self.width, self.device)
 
     def uniforms(self) -> Tensor:
         """Each row's uniform number (rows, 1) for the token that is to be sampled."""
-        uniforms = [[task.request.state.uniform(task.position)] for task in self.tasks]
+        uniforms = [[row.request.state.uniform(row.position)] for row in self.rows]
         return torch.tensor(uniforms, dtype=torch.float64).to(self.device, non_blocking=True)
 
     def state(self, step: str) -> Tensor:
         """Each row's state of a step (rows, 1), for the token that is to be sampled."""
         initial = STATEFUL_STEPS[step]
         states = [
-            task.request.state.step_state(step).at(task.position, initial(task.compiled.params), self.device)
-            for task in self.tasks
+            row.request.state.step_state(step).at(row.position, initial(row.compiled.params), self.device)
+            for row in self.rows
         ]
         return torch.stack(states).unsqueeze(1)
 
     def record_state(self, step: str, values: Tensor) -> None:
         """Remember the states (rows, 1) that the drawn tokens led to, in the rows that keep one."""
         flat = values.squeeze(1)
-        for index, task in enumerate(self.tasks):
-            if step in task.compiled.stateful_steps:
-                task.request.state.step_state(step).record(task.position, flat, index)
+        for index, row in enumerate(self.rows):
+            if step in row.compiled.stateful_steps:
+                row.request.state.step_state(step).record(row.position, flat, index)
 
 
-def top_n_sigma(x: Tensor, rows: RowGroup, active: Tensor | None) -> None:
+def top_n_sigma(x: Tensor, group: RowGroup, active: Tensor | None) -> None:
     """Exclude logits more than n standard deviations below the row's largest one.
 
     The deviation is that of all tokens that nothing excluded or blocked before. A row with a NaN or an
@@ -160,34 +164,36 @@ def top_n_sigma(x: Tensor, rows: RowGroup, active: Tensor | None) -> None:
     count = counted.sum(-1, keepdim=True).clamp_min(1)
     mean = torch.where(counted, x, 0.0).double().sum(-1, keepdim=True) / count
     variance = torch.where(counted, x - mean, 0.0).square_().sum(-1, keepdim=True) / count
-    limit = rows.params["top_n_sigma"] * variance.sqrt() * (1.0 + THRESHOLD_TOLERANCE)
+    limit = group.params["top_n_sigma"] * variance.sqrt() * (1.0 + THRESHOLD_TOLERANCE)
     excluded = x.amax(-1, keepdim=True).double() - x > limit
     x.masked_fill_(excluded if active is None else excluded & active, -torch.inf)
 
 
-def top_p(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
+def top_p(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
     """The smallest set of most probable tokens that reaches p together: the token that reaches it stays."""
     c.sort_descending()
     before = c.p.cumsum(-1) - c.p
-    c.keep_and_renormalize(before < (rows.params["top_p"] - THRESHOLD_TOLERANCE).clamp_min(THRESHOLD_TOLERANCE), active)
+    c.keep_and_renormalize(
+        before < (group.params["top_p"] - THRESHOLD_TOLERANCE).clamp_min(THRESHOLD_TOLERANCE), active
+    )
 
 
-def top_a(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
+def top_a(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
     """Tokens with at least a times the square of the largest probability."""
     top = c.p.amax(-1, keepdim=True)
     c.keep_and_renormalize(
-        c.p >= torch.minimum(rows.params["top_a"] * top * top * (1.0 - THRESHOLD_TOLERANCE), top), active
+        c.p >= torch.minimum(group.params["top_a"] * top * top * (1.0 - THRESHOLD_TOLERANCE), top), active
     )
 
 
-def min_p(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
+def min_p(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
     """Tokens with at least a given part of the largest probability."""
     c.keep_and_renormalize(
-        c.p >= rows.params["min_p"] * c.p.amax(-1, keepdim=True) * (1.0 - THRESHOLD_TOLERANCE), active
+        c.p >= group.params["min_p"] * c.p.amax(-1, keepdim=True) * (1.0 - THRESHOLD_TOLERANCE), active
     )
 
 
-def tfs(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
+def tfs(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
     """Tokens before the tail, which begins where the curve of sorted probabilities has spent its curvature.
 
     Tokens below 1e-8 go in any case; with fewer than three left, or on a straight line, there is no tail.
@@ -199,17 +205,17 @@ def tfs(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     has_curvature = columns[:-2] < count - 2
     curvature = torch.where(has_curvature, (p[:, :-2] - 2.0 * p[:, 1:-1] + p[:, 2:]).abs(), 0.0)
     total = curvature.sum(-1, keepdim=True)
-    spent = has_curvature & (curvature.cumsum(-1) <= (rows.params["tfs"] + THRESHOLD_TOLERANCE) * total)
+    spent = has_curvature & (curvature.cumsum(-1) <= (group.params["tfs"] + THRESHOLD_TOLERANCE) * total)
     tail_start = torch.where(total > TFS_MIN_PROB * THRESHOLD_TOLERANCE, spent.sum(-1, keepdim=True) + 1, count)
     c.keep_and_renormalize((p > 0) & (columns < tail_start), active)
 
 
-def typical(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
-    """Tokens whose surprise is nearest to what is expected, until they reach the given mass together."""
-    surprise = -torch.where(c.p > 0, c.p, 1.0).log()
-    expected = (c.p * surprise).sum(-1, keepdim=True)
-    distance = torch.where(c.p > 0, (surprise - expected).abs(), torch.inf)
-    c.keep_and_renormalize(_mask_until_mass(distance, c.p, rows.params["typical"]), active)
+def typical(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
+    """Locally typical sampling: the tokens whose surprisal is nearest to the entropy, up to the given mass."""
+    surprisal = -torch.where(c.p > 0, c.p, 1.0).log()
+    entropy = (c.p * surprisal).sum(-1, keepdim=True)
+    distance = torch.where(c.p > 0, (surprisal - entropy).abs(), torch.inf)
+    c.keep_and_renormalize(_mask_until_mass(distance, c.p, group.params["typical"]), active)
 
 
 def _mask_until_mass(keys: Tensor, p: Tensor, mass: Tensor) -> Tensor:
@@ -220,18 +226,18 @@ def _mask_until_mass(keys: Tensor, p: Tensor, mass: Tensor) -> Tensor:
     return torch.zeros_like(kept).scatter_(1, columns, kept)
 
 
-def mirostat(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
-    """Tokens no more surprising, in bits, than each row's target; at least the most probable."""
-    min_prob = torch.exp2(-rows.state("mirostat")) * (1.0 - THRESHOLD_TOLERANCE)
+def mirostat(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
+    """Mirostat 2: tokens whose surprisal in bits is at most each row's target; at least the most probable."""
+    min_prob = torch.exp2(-group.state("mirostat")) * (1.0 - THRESHOLD_TOLERANCE)
     c.keep_and_renormalize(c.p >= torch.minimum(min_prob, c.p.amax(-1, keepdim=True)), active)
 
 
-def update_mirostat(c: Candidates | None, tokens: Tensor, p: Tensor, rows: RowGroup) -> Tensor:
+def update_mirostat(c: Candidates | None, tokens: Tensor, p: Tensor, group: RowGroup) -> Tensor:
     """The targets after tokens of these probabilities were drawn."""
-    return rows.state("mirostat") + rows.params["mirostat_eta"] * (rows.params["mirostat_tau"] + p.log2())
+    return group.state("mirostat") + group.params["mirostat_eta"] * (group.params["mirostat_tau"] + p.log2())
 
 
-def dynamic_temperature(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
+def dynamic_temperature(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
     """A temperature between min_temp and max_temp, by how near the candidates are to equally probable.
 
     Below 0.01 it leaves only the most probable token, as everywhere.
@@ -239,14 +245,14 @@ def dynamic_temperature(c: Candidates, rows: RowGroup, active: Tensor | None) ->
     entropy = -torch.special.xlogy(c.p, c.p).sum(-1, keepdim=True)
     count = (c.p > 0).sum(-1, keepdim=True)
     max_entropy = torch.where(count > 1, count.double().log(), 1.0)
-    relative_entropy = (entropy / max_entropy).clamp(0.0, 1.0) ** rows.params["temp_exponent"]
-    temperature = rows.params["min_temp"] + (rows.params["max_temp"] - rows.params["min_temp"]) * relative_entropy
+    relative_entropy = (entropy / max_entropy).clamp(0.0, 1.0) ** group.params["temp_exponent"]
+    temperature = group.params["min_temp"] + (group.params["max_temp"] - group.params["min_temp"]) * relative_entropy
     _apply_temperature(c, temperature, active)
 
 
-def final_temperature(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
+def final_temperature(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
     """Probabilities to the power of one over the temperature."""
-    _apply_temperature(c, rows.params["final_temperature"].expand(len(c.p), 1), active)
+    _apply_temperature(c, group.params["final_temperature"].expand(len(c.p), 1), active)
 
 
 def _apply_temperature(c: Candidates, temperature: Tensor, active: Tensor | None) -> None:
@@ -259,13 +265,14 @@ def _apply_temperature(c: Candidates, temperature: Tensor, active: Tensor | None
     c.p = weights / weights.sum(-1, keepdim=True)
 
 
-def xtc(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
-    """Scale down all but the least probable token above the threshold; exempt tokens never count.
+def xtc(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
+    """Exclude, with a given probability, all tokens above the threshold but the least probable of them.
 
-    Rows that do not use it have a probability of exclusion of 0, which changes nothing.
+    Nothing is drawn here: the result is the mean of both outcomes, weighted by that probability. Exempt tokens
+    are never excluded. Rows that do not use it have a probability of 0, which changes nothing.
     """
-    above_threshold = (c.p >= rows.params["xtc_threshold"] * (1.0 - THRESHOLD_TOLERANCE)) & (c.p > 0)
-    exempt = _xtc_exempt_mask(c, rows)
+    above_threshold = (c.p >= group.params["xtc_threshold"] * (1.0 - THRESHOLD_TOLERANCE)) & (c.p > 0)
+    exempt = _xtc_exempt_mask(c, group)
     if exempt is not None:
         above_threshold &= ~exempt
     lowest_prob = torch.where(above_threshold, c.p, torch.inf).amin(-1, keepdim=True)
@@ -274,15 +281,15 @@ def xtc(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     kept_column = torch.where(above_threshold & (c.p == lowest_prob), columns, -1).amax(-1, keepdim=True)
     excluded = above_threshold & (columns != kept_column)
     mass = torch.where(excluded, c.p, 0.0).sum(-1, keepdim=True)
-    probability = rows.params["xtc_probability"]
+    probability = group.params["xtc_probability"]
     scale_up = 1.0 + probability * mass / (1.0 - mass).clamp_min(1e-300)
     c.p = c.p * torch.where(excluded, 1.0 - probability, scale_up)
 
 
-def _xtc_exempt_mask(c: Candidates, rows: RowGroup) -> Tensor | None:
+def _xtc_exempt_mask(c: Candidates, group: RowGroup) -> Tensor | None:
     """Which candidates XTC never excludes (rows, k); None if that is none."""
-    vocabulary, width, device = rows.vocabulary, rows.width, rows.device
-    sets = [vocabulary.xtc_exempt_ids_of(each) if "xtc" in each.probs_steps else None for each in rows.compiled]
+    vocabulary, width, device = group.vocabulary, group.width, group.device
+    sets = [vocabulary.xtc_exempt_ids_of(each) if "xtc" in each.probs_steps else None for each in group.compiled]
     used = [ids for ids in sets if ids is not None]
     if not any(used):
         return None
@@ -297,13 +304,13 @@ ADAPTIVE_WIDTH = 0.3  # of probability: the unit of the distance to the target
 ADAPTIVE_SHARPNESS = 10.0  # new logits fall with the square of a small distance, linearly in a large one
 
 
-def adaptive_p(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
+def adaptive_p(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
     """Prefer tokens whose probability is near a target, which compensates for the mean of the tokens before.
 
     The state is that mean, exponentially decaying, of the drawn tokens' probabilities before this step. The
     candidates keep their order.
     """
-    target = (2.0 * rows.params["adaptive_target"] - rows.state("adaptive_p")).clamp(0.0, 1.0)
+    target = (2.0 * group.params["adaptive_target"] - group.state("adaptive_p")).clamp(0.0, 1.0)
     distance = (c.p - target).abs() / ADAPTIVE_WIDTH
     new_logits = -ADAPTIVE_SHARPNESS * distance.square() / (1.0 + distance)
     weights = torch.where(c.p > 0, new_logits.exp(), 0.0)
@@ -312,16 +319,18 @@ def adaptive_p(c: Candidates, rows: RowGroup, active: Tensor | None) -> None:
     c.p = reshaped if active is None else torch.where(active, reshaped, c.p)
 
 
-def update_adaptive_p(c: Candidates | None, tokens: Tensor, p: Tensor, rows: RowGroup) -> Tensor:
+def update_adaptive_p(c: Candidates | None, tokens: Tensor, p: Tensor, group: RowGroup) -> Tensor:
     """The means after these tokens; a greedy row's token is a certainty."""
     original = p if c is None else c.original_probs(tokens)
-    return rows.params["adaptive_decay"] * rows.state("adaptive_p") + (1.0 - rows.params["adaptive_decay"]) * original
+    return (
+        group.params["adaptive_decay"] * group.state("adaptive_p") + (1.0 - group.params["adaptive_decay"]) * original
+    )
 
 
-def skew(c: Candidates, uniforms: Tensor, rows: RowGroup) -> Tensor:
+def skew(c: Candidates, uniforms: Tensor, group: RowGroup) -> Tensor:
     """Uniform numbers (rows, 1) bent towards 0 or 1; such rows are drawn from in descending order."""
     c.sort_descending()
-    return uniforms ** rows.params["skew_power"]
+    return uniforms ** group.params["skew_power"]
 
 
 LogitsStep = Callable[[Tensor, RowGroup, Tensor | None], None]

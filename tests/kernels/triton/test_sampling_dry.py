@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from exlm.kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS, MAX_DRY_PENALTY
 from exlm.sampling import Settings, gpu_batch
-from exlm.sampling.gpu_batch import OUT_OF_VOCAB, DeviceTokenHistory, PackedRows
+from exlm.sampling.gpu_batch import OUT_OF_VOCAB, DeviceTokenHistory, UploadBuffer
 from tests.sampling import oracle
 from tests.sampling.random_inputs import neutral
 
@@ -46,7 +46,7 @@ def kernel_costs(text: list[int], settings: Settings, breakers: frozenset[int]) 
     for part in (text[:-1], text):
         words = torch.zeros(HEADER_WORDS, dtype=torch.int64)
         words[HEADER_OFFSETS["history"] : HEADER_OFFSETS["history"] + 3] = torch.tensor(
-            device_history.sync(part, PackedRows([], []))
+            device_history.sync(part, UploadBuffer([], []))
         )
         words[HEADER_OFFSETS["dry_breakers"]] = mask.data_ptr() if breakers else 0
         y.zero_()
@@ -105,7 +105,7 @@ def test_device_history_equals_the_text_for_any_append_sizes(parts: list[list[in
     device_history, text = DeviceTokenHistory(WIDTH, torch.device("cpu")), list[int]()
     for part in parts:
         text += part
-        address, count, last = device_history.sync(text, PackedRows([], []))
+        address, count, last = device_history.sync(text, UploadBuffer([], []))
         written: Any = np.ctypeslib.as_array((ctypes.c_int32 * max(1, count)).from_address(address))
         if count:
             written[count - 1] = last if 0 <= last < WIDTH else OUT_OF_VOCAB  # as the kernels do

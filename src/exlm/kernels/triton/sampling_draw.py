@@ -138,14 +138,14 @@ def tfs(p, z, N: tl.constexpr):
 
 @triton.jit
 def typical(p, mass):
-    """Tokens whose surprise is nearest to what is expected, until they reach the mass together.
+    """Locally typical sampling: the tokens whose surprisal is nearest to the entropy, up to the given mass.
 
     The largest distance that is kept is found by bisection on its bits.
     """
     limit = tl.maximum(mass - THRESHOLD_TOLERANCE, THRESHOLD_TOLERANCE)
-    surprise = -tl.log(tl.where(p > 0, p, 1.0))
-    expected = tl.sum(p * surprise)
-    distance = tl.where(p > 0, tl.abs(surprise - expected), INFINITY).to(tl.int64, bitcast=True)
+    surprisal = -tl.log(tl.where(p > 0, p, 1.0))
+    entropy = tl.sum(p * surprisal)
+    distance = tl.where(p > 0, tl.abs(surprisal - entropy), INFINITY).to(tl.int64, bitcast=True)
     lo = tl.full([], 0, tl.int64)
     hi = tl.max(tl.where(p > 0, distance, 0))
     while lo < hi:
@@ -162,7 +162,7 @@ def typical(p, mass):
 
 @triton.jit
 def mirostat(p, mu):
-    """Tokens no more surprising, in bits, than the target."""
+    """Mirostat 2: tokens whose surprisal in bits is at most the target."""
     return keep_and_renormalize(p, p >= tl.minimum(tl.exp2(-mu) * (1.0 - THRESHOLD_TOLERANCE), tl.max(p)))
 
 
