@@ -27,6 +27,7 @@ ROOT_PAGES = {
     "CHANGELOG.md": "dev/changelog.md",
     "CONTRIBUTING.md": "dev/contributing.md",
     "SECURITY.md": "dev/security.md",
+    "tests/README.md": "dev/testing.md",
 }
 OTHER_PAGES = {**ROOT_PAGES, "README.md": "index.md", "examples": "examples.md"}  # by their paths in the repository
 LINK = re.compile(r"\]\(([^)#\s:]+)(#[\w-]+)?\)")

@@ -81,7 +81,7 @@ def test_the_navigation_names_every_page() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"^ +- ([\w/-]+\.md)$", navigation, re.MULTILINE))
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    generated = {"dev/architecture.md", "dev/changelog.md", "dev/contributing.md", "dev/security.md"}
+    generated = {"dev/architecture.md", "dev/changelog.md", "dev/contributing.md", "dev/security.md", "dev/testing.md"}
     assert named == pages | generated | {"examples.md", "reference/cli.md"}
 
 
