@@ -38,10 +38,10 @@ def isa_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "expected"),
     [
         (cpuinfo(level=27, flags="fpu avx2 avx512f"), "none"),
-        (cpuinfo(level=28, flags=AMX_FLAGS), "half"),
-        (cpuinfo(level=29, flags=AMX_FLAGS), "whole"),
-        (cpuinfo(level=32, flags=AMX_FLAGS), "whole"),
-        (cpuinfo(level=None, flags=AMX_FLAGS), "half"),
+        (cpuinfo(level=28, flags=AMX_FLAGS), "flag_only"),
+        (cpuinfo(level=29, flags=AMX_FLAGS), "usable"),
+        (cpuinfo(level=32, flags=AMX_FLAGS), "usable"),
+        (cpuinfo(level=None, flags=AMX_FLAGS), "flag_only"),
         (cpuinfo(level=28, flags="fpu amx_tiles notamx_tile"), "none"),
         ("processor\t: 0\nFeatures\t: fp asimd evtstrm\nCPU implementer\t: 0x41\n", "none"),
         ("", "none"),
@@ -52,17 +52,17 @@ def test_amx_is_read_from_the_flags_and_the_cpuid_level(text: str, expected: str
 
 
 @pytest.mark.usefixtures("isa_unset")
-def test_half_announced_amx_is_capped_once(tmp_path: Path) -> None:
+def test_amx_that_cpuid_does_not_describe_is_capped_once(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(HALF_ANNOUNCED)
-    assert cap_onednn_isa(tmp_path / "cpuinfo") == OnednnIsaCap(amx="half", capped=True)
+    assert cap_onednn_isa(tmp_path / "cpuinfo") == OnednnIsaCap(amx="flag_only", capped=True)
     assert os.environ[ISA] == "AVX512_CORE_FP16"
-    assert cap_onednn_isa(tmp_path / "cpuinfo") == OnednnIsaCap(amx="half", capped=False)
+    assert cap_onednn_isa(tmp_path / "cpuinfo") == OnednnIsaCap(amx="flag_only", capped=False)
 
 
 def test_the_users_own_cap_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISA, "AVX2")
     (tmp_path / "cpuinfo").write_text(HALF_ANNOUNCED)
-    assert cap_onednn_isa(tmp_path / "cpuinfo") == OnednnIsaCap(amx="half", capped=False)
+    assert cap_onednn_isa(tmp_path / "cpuinfo") == OnednnIsaCap(amx="flag_only", capped=False)
     assert os.environ[ISA] == "AVX2"
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from .errors import InputError
 
-AmxSupport = Literal["none", "whole", "half"]
+AmxSupport = Literal["none", "flag_only", "usable"]
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -107,19 +107,19 @@ def legacy_switches() -> LegacySwitches:
 
 
 def detect_amx(cpuinfo: str) -> AmxSupport:
-    """Whether /proc/cpuinfo has the AMX flag, and whether CPUID describes AMX too (`whole`).
+    """Whether /proc/cpuinfo has the AMX flag, and whether CPUID describes AMX too (`usable`).
 
-    Some virtual machines show the flag but limit CPUID to leaves below that of AMX: `half`.
+    Some virtual machines show the flag but limit CPUID to leaves below that of AMX: `flag_only`.
     """
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     if flags is None or "amx_tile" not in flags[1].split():
         return "none"
     level = re.search(r"^cpuid level\s*:\s*(\d+)\s*$", cpuinfo, re.MULTILINE)
-    return "whole" if level is not None and int(level[1]) >= _AMX_CPUID_LEAF else "half"
+    return "usable" if level is not None and int(level[1]) >= _AMX_CPUID_LEAF else "flag_only"
 
 
 def cap_onednn_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> OnednnIsaCap:
-    """Keep oneDNN off half-announced AMX, where a bfloat16 matrix product would kill the process (SIGILL).
+    """Keep oneDNN off AMX that CPUID does not describe, where a bfloat16 product would kill the process (SIGILL).
 
     Only a call before torch's first operation takes effect. A caller that cannot know reads `capped`: if this
     call was the one that set the variable, it may have come too late, and oneDNN must be off for bfloat16 as
@@ -129,7 +129,7 @@ def cap_onednn_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> OnednnIsaCap:
         amx = detect_amx(cpuinfo.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         amx = "none"
-    capped = amx == "half" and _ISA_VARIABLE not in os.environ
+    capped = amx == "flag_only" and _ISA_VARIABLE not in os.environ
     if capped:
         os.environ[_ISA_VARIABLE] = _ISA_BELOW_AMX
     return OnednnIsaCap(amx, capped)

@@ -216,9 +216,9 @@ def test_a_broken_amx_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from exlm.env import OnednnIsaCap
 
     for guard, words in (
-        (OnednnIsaCap("half", True), "limited to older instructions"),
-        (OnednnIsaCap("half", False), "set already"),
-        (OnednnIsaCap("whole", False), "usable"),
+        (OnednnIsaCap("flag_only", True), "limited to older instructions"),
+        (OnednnIsaCap("flag_only", False), "set already"),
+        (OnednnIsaCap("usable", False), "usable"),
         (OnednnIsaCap("none", False), "not announced"),
     ):
         monkeypatch.setattr(env, "cap_onednn_isa", lambda guard=guard: guard)

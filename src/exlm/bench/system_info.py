@@ -106,8 +106,8 @@ def _gpus() -> dict[str, str]:
 
 def _amx() -> str:
     cap = env.cap_onednn_isa()
-    if cap.amx != "half":
-        return {"none": "not announced", "whole": "usable"}[cap.amx]
+    if cap.amx != "flag_only":
+        return {"none": "not announced", "usable": "usable"}[cap.amx]
     done = "oneDNN is limited to older instructions" if cap.capped else "a limit for oneDNN was set already"
     return f"announced, but its description is hidden (a virtual machine's fault): {done}"
 
