@@ -82,7 +82,7 @@ class Config(ConfigAttributes):
         self._spec: spec.Model | None = None
         self._gguf_file: GgufFile | None = None  # kept open, so that its header is not parsed again
         self._generation_json: Mapping[str, Any] = {}
-        self._files: Mapping[str, str] | None = None  # by tensor; read when first asked for
+        self._tensor_file_map: Mapping[str, str] | None = None  # cached `tensor_file_map`
         self._options = frozenset(name for name in self.__dict__ if name[0] != "_")
         if model_dir is not None:
             self.prepare()
@@ -104,7 +104,7 @@ class Config(ConfigAttributes):
         # Absolute, since a program may change its working directory before it loads the model.
         self.model_dir = str(Path(self.model_dir or "").expanduser().absolute())
         path = self._resolve_path()
-        self._gguf_file = self._files = None
+        self._gguf_file = self._tensor_file_map = None
         with memory_errors(lambda: f"{path}: the model's description could not be read"):
             if path.is_file():
                 self._read_gguf(path)
@@ -252,15 +252,15 @@ class Config(ConfigAttributes):
 
         Read-only: layers cannot be exchanged by pointing their names to other files.
         """
-        if self._files is None:
+        if self._tensor_file_map is None:
             names, path = self.spec.names, self._resolve_path()
             if self._gguf_file is not None:
                 found = {name: str(entry.file) for name, entry in self._gguf_file.tensors.items()}
             else:
                 files = SafetensorsFolder(path)
                 found = {names.to_llama_key(name): str(info.file) for name, info in files.tensors.items()}
-            self._files = MappingProxyType(found)
-        return self._files
+            self._tensor_file_map = MappingProxyType(found)
+        return self._tensor_file_map
 
     @property
     def _config_reader(self) -> ConfigReader:

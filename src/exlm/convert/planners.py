@@ -46,7 +46,8 @@ TENSOR_SUFFIXES: dict[str, tuple[str, ...]] = {
 }
 """By format, the suffixes of a matrix's tensors; any matrix may also have a bias."""
 
-SUFFIXES = tuple(dict.fromkeys(one.marker for one in FORMATS))
+MARKERS = tuple(dict.fromkeys(one.marker for one in FORMATS))
+"""The suffixes by which a matrix is found, the preferred first."""
 
 TensorsBySuffix = dict[str, TensorInfo]
 
@@ -75,7 +76,7 @@ class FolderPlanner(ConversionPlanner):
         """Copy, slice, rewrite or unpack a matrix."""
         stored, location = self._source_location(m.role), self.target_location(m.role)
         self.checkpoint.refuse_scaled_inputs(m.role)
-        fmt = self.format_by_suffix[next(s for s in SUFFIXES if stored.tensor_key(s) in self.names_by_key)]
+        fmt = self.format_by_suffix[next(s for s in MARKERS if stored.tensor_key(s) in self.names_by_key)]
         action = self.choose_action(m.role, fmt)
         parts = self._take_tensors(stored, fmt)
         if fmt == "dense":
@@ -102,7 +103,7 @@ class FolderPlanner(ConversionPlanner):
     def plan_unassigned(self) -> Iterable[ConversionStep]:
         """Copy the tensors of no role under their own names."""
         for role, location in self.reencoded:
-            for suffix in SUFFIXES:
+            for suffix in MARKERS:
                 name = self.names_by_key.get(location.tensor_key(suffix))
                 if name is not None and name not in self.used_names:
                     raise Unsupported(
@@ -148,7 +149,7 @@ class FolderPlanner(ConversionPlanner):
         return ConversionStep(label, tuple(names.values()), nbytes, make)
 
     def _read_copy(self, name: str, column_ranges: Sequence[RowRange] = (), unit: int = 1) -> Tensor:
-        """A copy of a stored tensor, or of some of its columns, of which each stored element has `unit`."""
+        """A copy of a stored tensor, or of some columns of its matrix; each stored element holds `unit` columns."""
         view = self.files.view(name)
         pieces = [view[..., start // unit : stop // unit] for start, stop in column_ranges]
         owned = torch.cat(pieces, -1) if pieces else view.clone()

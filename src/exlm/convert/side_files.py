@@ -118,13 +118,13 @@ def _tokenizer_files(metadata: Mapping[str, Any], source: str) -> dict[str, byte
     """The vocabulary and tokenizer_config.json; none if the GGUF file has no tokenizer."""
     if "tokenizer.ggml.model" not in metadata:
         return {}
-    folder = tokenizer_from_metadata(metadata, source).files
+    files = tokenizer_from_metadata(metadata, source).files
     vocabulary = GgufVocabulary(metadata, source)
-    tokenizer_config: dict[str, Any] = dict(folder.config or {})
-    if folder.added:
+    tokenizer_config: dict[str, Any] = dict(files.config or {})
+    if files.added:
         flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
         tokenizer_config["added_tokens_decoder"] = {
-            str(token.id): {flag: getattr(token, flag) for flag in flags} for token in folder.added
+            str(token.id): {flag: getattr(token, flag) for flag in flags} for token in files.added
         }
     if vocabulary.model == "gpt2":
         tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -196,10 +196,11 @@ class ConfigAttributes:
     @property
     def sliding_window_pattern(self) -> int:
         """Every so many layers one has full attention; 1 without such a pattern."""
-        wide = [i + 1 for i, layer in enumerate(self.spec.layers) if layer.attn.window is None]
-        if not wide or not self.sliding_window:
+        full_attention = [i + 1 for i, layer in enumerate(self.spec.layers) if layer.attn.window is None]
+        if not full_attention or not self.sliding_window:
             return 1
-        return wide[0] if wide == list(range(wide[0], self.num_hidden_layers + 1, wide[0])) else 1
+        period = full_attention[0]
+        return period if full_attention == list(range(period, self.num_hidden_layers + 1, period)) else 1
 
     @property
     def original_max_seq_len(self) -> int:

@@ -26,22 +26,18 @@ def dbrx(c: ConfigReader) -> spec.Model:
     n = spec.Norm("layer", 1e-5)
     attn = attention(c, qkv_clip=c.real("attn_config.clip_qkv", default=None))
     act = c.text("ffn_config.ffn_act_fn.name", default="silu")
-    power, raw = _router_normalisation(c)
+    # The p-norm by which the weights of the active experts are divided; null leaves them as they are.
+    p_norm_key = "moe_normalize_expert_weights"
+    p_norm = c.real(f"ffn_config.{p_norm_key}", default=1.0)
+    renormalize = c.nested("ffn_config").get(p_norm_key, 1.0) is not None
     if act not in ACTIVATIONS:
         raise c.invalid_value("ffn_config.ffn_act_fn.name", f"one of {', '.join(ACTIVATIONS)}", act)
-    if power != 1.0:
-        raise c.invalid_value("ffn_config.moe_normalize_expert_weights", "1 or null", power)
+    if p_norm != 1.0:
+        raise c.invalid_value(f"ffn_config.{p_norm_key}", "1 or null", p_norm)
     width = c.size("ffn_config.ffn_hidden_size")
-    experts = moe(c, width=width, act=ACTIVATIONS[act], renormalize=not raw)
+    experts = moe(c, width=width, act=ACTIVATIONS[act], renormalize=renormalize)
     layer = spec.Layer(attn, experts, n, n)
     return decoder(c, [layer] * c.num_layers(), final_norm=n, names=_names(attn, width))
-
-
-def _router_normalisation(c: ConfigReader) -> tuple[float, bool]:
-    """The p-norm that divides the weights of the active experts, and whether the file has null: none."""
-    key = "moe_normalize_expert_weights"
-    raw = c.nested("ffn_config").get(key, 1.0) is None
-    return c.real(f"ffn_config.{key}", default=1.0), raw
 
 
 def _names(attn: spec.Attention, width: int) -> TensorNames:

@@ -88,7 +88,7 @@ def _local_and_global_rope(c: ConfigReader, head_dim: int) -> tuple[spec.Rope, s
 
 
 def _head_shape(c: ConfigReader) -> dict[str, Any]:
-    """Heads and their size, with Gemma's defaults for keys that published config files leave out."""
+    """Heads, their size and the scale that follows, with Gemma's defaults for keys that published files leave out."""
     heads = c.size("num_attention_heads", default=8)
     kv = c.size("num_key_value_heads", default=4)
     width = resolve_head_dim(c, heads, default=256)

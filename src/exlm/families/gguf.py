@@ -151,14 +151,14 @@ def _vocabulary_keys(k: GgufConfigReader) -> dict[str, Any]:
     tokens = k.metadata.get("tokenizer.ggml.tokens")
     size = len(tokens) if isinstance(tokens, list) else k.size("vocab_size")
 
-    def token_id(name: str, needed: bool = True) -> int | None:
+    def token_id(name: str, required: bool = True) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
         value = k.metadata.get(key)
         if value is None or value in (-1, NO_TOKEN_ID):
             return None
         if type(value) is int and 0 <= value < size:
             return value
-        if type(value) is int and not needed:
+        if type(value) is int and not required:
             return None
         raise k.invalid_value(key, f"an id below {size}", value)
 
@@ -170,7 +170,7 @@ def _vocabulary_keys(k: GgufConfigReader) -> dict[str, Any]:
         "bos_token_id": token_id("bos"),
         "eos_token_id": list(dict.fromkeys(end for end in eos_ids if end is not None)) or None,
         # A padding token that the embedding has no row for occurs in no text.
-        "pad_token_id": token_id("padding", needed=False),
+        "pad_token_id": token_id("padding", required=False),
     }
 
 
@@ -198,8 +198,8 @@ def _rope_keys(k: GgufConfigReader, factors: RopeFactors) -> dict[str, Any]:
             "short_factor": list(factors["rope_factors_short.weight"]),
             "long_factor": list(factors["rope_factors_long.weight"]),
         }
-        if (magnitude := k.real("rope.scaling.attn_factor")) is not None:
-            table["attention_factor"] = magnitude
+        if (attn_factor := k.real("rope.scaling.attn_factor")) is not None:
+            table["attention_factor"] = attn_factor
         return found | {"rope_scaling": table, "original_max_position_embeddings": original}
     return found | {"rope_scaling": _rope_scaling(k, original)}
 
@@ -218,12 +218,12 @@ def _rope_scaling(k: GgufConfigReader, original: int | None) -> dict[str, Any] |
     table: dict[str, Any] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for yarn_key in ("beta_fast", "beta_slow"):
         table[yarn_key] = k.real(f"rope.scaling.yarn_{yarn_key}")
-    # One key replaces the default attention factor, the other multiplies it.
+    # yarn_attn_factor replaces YaRN's own attention factor, attn_factor multiplies either.
     table["attention_factor"] = k.real("rope.scaling.yarn_attn_factor")
-    if (magnitude := k.real("rope.scaling.attn_factor")) is not None:
-        default_factor = table["attention_factor"]
-        table["attention_factor"] = magnitude * (
-            spec.YarnScaling.mscale(factor) if default_factor is None else default_factor
+    if (attn_factor := k.real("rope.scaling.attn_factor")) is not None:
+        yarn_attn_factor = table["attention_factor"]
+        table["attention_factor"] = attn_factor * (
+            spec.YarnScaling.mscale(factor) if yarn_attn_factor is None else yarn_attn_factor
         )
     return {key: value for key, value in table.items() if value is not None}
 

@@ -55,7 +55,7 @@ def mistral(c: ConfigReader) -> spec.Model:
 
 
 def mixtral(c: ConfigReader) -> spec.Model:
-    """Two of eight experts for each token, unless the file says otherwise."""
+    """Mistral with experts in place of the MLP."""
     c = c.with_defaults(rms_norm_eps=1e-5, rope_theta=1e6)
     experts = moe(c)
     model = map_layers(mistral(c), lambda _, layer: replace(layer, mlp=experts))

@@ -114,23 +114,23 @@ class ChatTemplates:
         self.source_name, self.searched = source_name, searched
 
     @classmethod
-    def from_folder(cls, folder: TokenizerFiles) -> ChatTemplates:
+    def from_folder(cls, files: TokenizerFiles) -> ChatTemplates:
         """Read the templates of a model folder, or of a GGUF file from its metadata alone.
 
         A template in chat_template.jinja overrides one of the same name in tokenizer_config.json, and that
         one in chat_template.json.
         """
-        path = folder.path
+        path = files.path
         if path.suffix == ".gguf" and not path.is_dir():
             return cls(
-                _templates_from_config(folder.config or {}, f"{path}: {GGUF_TEMPLATE_KEY}"),
+                _templates_from_config(files.config or {}, f"{path}: {GGUF_TEMPLATE_KEY}"),
                 str(path),
                 GGUF_TEMPLATE_KEY,
             )
         found = _templates_from_config(
             read_json_object(path / "chat_template.json") or {}, str(path / "chat_template.json")
         )
-        found |= _templates_from_config(folder.config or {}, str(path / "tokenizer_config.json"))
+        found |= _templates_from_config(files.config or {}, str(path / "tokenizer_config.json"))
         for file in [*sorted((path / "additional_chat_templates").glob("*.jinja")), path / "chat_template.jinja"]:
             source = read_text(file)
             if source is not None:

@@ -254,8 +254,10 @@ class Codec:
 
     def _make_decoder(self, show_special: bool) -> TokenDecoder:
         special_ids: set[int | None] = {self.eos_id, *self.special_texts}
-        hidden_padding = (special_ids | {self.unk_id}) & {self.pad_id}
-        hidden = hidden_padding if show_special else hidden_padding | special_ids
+        # A padding id is hidden unless its token is ordinary text.
+        hidden = {*special_ids, self.unk_id} & {self.pad_id}
+        if not show_special:
+            hidden |= special_ids
         token_bytes = self.backend.token_bytes
         if token_bytes is None:
             is_defined = self.backend.is_defined

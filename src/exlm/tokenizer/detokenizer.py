@@ -23,7 +23,7 @@ class Detokenizer(Protocol):
         """Whether bytes are buffered that may still become a character."""
 
     def push(self, token_id: int) -> str:
-        """Decode one id; returns the text that is complete now: none, the id's own, or also buffered text."""
+        """Decode one id; returns the characters that it completes, which may begin in earlier ids; "" if none."""
 
     def feed(self, ids: Iterable[int]) -> str:
         """`push` several ids."""

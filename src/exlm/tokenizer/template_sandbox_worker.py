@@ -39,9 +39,9 @@ def main() -> None:
         return
     _limit_resources(setup["memory"])
     renderer = TemplateRenderer()
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as devnull:
         while (request := read_message(requests)) is not None:
-            faulthandler.dump_traceback_later(request["seconds"], exit=True, file=nowhere)
+            faulthandler.dump_traceback_later(request["seconds"], exit=True, file=devnull)
             response = renderer.respond(request)
             faulthandler.cancel_dump_traceback_later()
             write_message(responses, response)

@@ -152,7 +152,10 @@ def byte_to_unicode() -> dict[int, str]:
 
 
 def _unicode_to_latin1() -> dict[int, str]:
-    """For str.translate: a letter to its byte, and any other code point below 256 to one not in latin-1."""
+    """A table for `str.translate` to latin-1 text, whose characters are bytes: each letter becomes its byte.
+
+    Other code points below 256 are no letters: they become one outside of latin-1, which then fails to encode.
+    """
     table = dict.fromkeys(range(256), "\uffff")
     return table | {ord(letter): chr(byte) for byte, letter in byte_to_unicode().items()}
 
