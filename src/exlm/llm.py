@@ -357,11 +357,11 @@ class LLM:
             ids, template_stops = self._encode_chat(prompt, template, job_arguments)
             stop = [*template_stops, *_stop_list(stop)]
         job = self._make_job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
-        return Stream(JobGroup(self.generator, [job], caller="LLM"))
+        return Stream(JobGroup(self.generator, [job], public_name="LLM"))
 
     def _run(self, jobs: Sequence[Job]) -> list[Completion]:
         """Run jobs in one batch; returns when all are finished."""
-        last = JobGroup(self.generator, jobs, caller="LLM").run()
+        last = JobGroup(self.generator, jobs, public_name="LLM").run()
         return [_completion(result) for result in last or ()]
 
     def _encode(

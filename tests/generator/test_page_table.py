@@ -242,7 +242,7 @@ def test_equal_generated_pages_are_merged() -> None:
     table.check_all()
 
 
-def test_an_idle_duplicate_page_is_cleared() -> None:
+def test_a_free_duplicate_page_is_cleared() -> None:
     table = TrackedPageTable(16, 4)
     a, b = make_sequence("abc", 6), make_sequence("ab", 6)
     prefill(table, a, b)

@@ -178,7 +178,7 @@ def test_empty_pages_are_taken_first() -> None:
     assert repeated.cached_pages == 1
 
 
-def test_clear_empties_idle_pages_only() -> None:
+def test_clear_empties_free_pages_only() -> None:
     table = TrackedPageTable(8, 4)
     a, b = make_sequence("abcdefgh"), make_sequence("ABCDEFGH")
     prefill(table, a, b)

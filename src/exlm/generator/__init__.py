@@ -1,8 +1,8 @@
 """Continuous batching: runs any number of jobs over one paged KV cache and gives their results.
 
 `engine` has the step; it carries out what `scheduler`, `page_table`, `speculative` and `output` decide.
-`generator` and `async_generator` are the public classes. They take `Job`s and a model runner; llm, legacy,
-bench and the public package import them.
+`generator` and `async_generator` have the public classes, which take a model, its cache and `Job`s; the engine
+sees the model as a `ModelRunner`. llm, legacy, bench and the public package import this package.
 """
 
 from .async_generator import AsyncGenerator, AsyncJob

@@ -74,7 +74,7 @@ class EngineCore:
         self.default_loras: Any = None
         """Adapters of jobs that name none."""
         self.cache_key_parts: dict[str, bytes] = {}
-        """What the keys and values of every job depend on besides its ids; part of its cache salt."""
+        """What the keys and values of all jobs depend on besides ids, by name; exlm leaves it empty."""
         self.sampler = Sampler(tokenizer, vocab_size)
         self.in_flight = InFlightDecode(runner)
         self._filter_executor = FilterThreadPool()

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..sampling import Settings
+from ..sampling.settings import VOCAB_MULTIPLE
 from .engine import EngineCore
 from .job import JOB_ARGUMENTS, Job
 from .page_table import PageTable
@@ -44,7 +45,6 @@ DRAFT_SHARES_CACHE = (
     "it one of its own, draft_cache=Cache(draft_model, max_seq_len=cache.max_seq_len)."
 )
 QUEUE_CLEARED = "The request was dropped before its end: the generator's queue was cleared."
-VOCAB_MULTIPLE = 32  # exllamav2 padded the vocabulary to a multiple of this
 
 
 class Generator:
@@ -52,9 +52,10 @@ class Generator:
 
     `cache.max_seq_len` is the budget in tokens for all of them together, a multiple of 256; later prompts
     with the same prefix reuse what is in the cache. At most `max_queue` jobs may be pending, None for any
-    number. With `paged=False` one sequence runs at a time. A step drafts at most `num_draft_tokens` for each
-    sequence, by default 4 with a draft model and `max_q_size - 1` with n-grams. Several threads may call it:
-    one of them runs a step for all jobs, and the others wait for it.
+    number. With `paged=False` one sequence runs at a time. A decode pass has at most `max_q_size` tokens of each
+    sequence, its last one and a draft. A draft has at most `num_draft_tokens`, by default 4 with a draft model and
+    `max_q_size - 1` with n-grams. Several threads may call it: one of them runs a step for all jobs, and the
+    others wait for it.
     `max_sampling_threads`, `min_sampling_threads` and `filter_background_eval` are accepted for old scripts.
     """
 
@@ -116,13 +117,17 @@ class Generator:
             max_queue=self.max_queue,
             drafter=drafter,
             num_draft_tokens=self.num_draft_tokens,
-            make_extras=lambda *args: model.make_extras(*args),
+            make_extras=model.make_extras,
         )
         self._results: ResultQueue = deque()
         """Results that `iterate` returns: those of jobs that no call waits for."""
-        self._abandoned: deque[Job] = deque()  # cancelled before the next step, or when jobs are counted
+        self._abandoned: deque[Job] = deque()
+        """Jobs that `cancel_abandoned` will cancel: each step, `enqueue` and count of jobs calls it first."""
         self.lock = threading.RLock()
-        """Held during a step, and while the queue of jobs changes; only in `with`, for Ctrl-C's sake."""
+        """Held during a step, and while the queue of jobs changes.
+
+        Acquired by `with` alone: Ctrl-C cannot come between the acquisition and the block that releases it.
+        """
         self._in_step = False
         self._last_writer: object = None  # `cache.last_writer` at the end of our last step
 
@@ -170,7 +175,7 @@ class Generator:
             self._results.clear()
             return results
 
-    def step_unless_results(self, results: ResultQueue, caller: str = "generator") -> None:
+    def step_unless_results(self, results: ResultQueue, public_name: str = "generator") -> None:
         """Run a step if `results`, the queue of some jobs, is empty; other threads wait for it.
 
         A thread that waited usually has results then, and runs no step. Raises InputError if there are
@@ -179,7 +184,7 @@ class Generator:
         with self.lock:
             if results:
                 return
-            self._step(caller)
+            self._step(public_name)
             if not (results or self._engine.busy):
                 raise InputError(QUEUE_CLEARED)
 
@@ -215,12 +220,15 @@ class Generator:
             unread = sum(result["eos"] and not result["job"].cancelled for result in self._results)
             return self._engine.scheduler.num_unfinished + unread
 
-    def check_not_in_step(self, caller: str) -> None:
-        """Raise InputError if a hook or a filter calls this during a step; `caller` is named in the error."""
+    def check_not_in_step(self, public_name: str) -> None:
+        """Raise InputError if a hook or a filter calls this during a step.
+
+        `public_name` is what the error calls the object that the hook called: "generator" or "LLM".
+        """
         with self.lock:  # held by the thread that runs the step
             if self._in_step:
                 raise InputError(
-                    f"A hook or a filter asks the {caller} that waits for it: make another {caller} for "
+                    f"A hook or a filter asks the {public_name} that waits for it: make another {public_name} for "
                     "that, or ask later. It may enqueue and cancel jobs."
                 )
 
@@ -229,7 +237,7 @@ class Generator:
         return min(self.max_seq_len, self.max_pages // num_sequences * self.page_size)
 
     def cap_new_tokens(self, prompts: Sequence[Any], max_new_tokens: Any) -> Any:
-        """`max_new_tokens`, or with a warning what the model's length leaves after a job's (1, n) prompts.
+        """`max_new_tokens`, lowered with a warning to what the model's length leaves after a job's prompts (1, n).
 
         A prompt that leaves nothing is refused.
         """
@@ -354,10 +362,10 @@ class Generator:
                 job.result_queue = self._results
             return serial
 
-    def _step(self, caller: str = "generator") -> None:
+    def _step(self, public_name: str = "generator") -> None:
         """Run a step, if there are jobs, and put each result into its job's queue."""
         if self._in_step:
-            self.check_not_in_step(caller)
+            self.check_not_in_step(public_name)
         if self._abandoned:
             self.cancel_abandoned()
         if not self._engine.scheduler.num_unfinished:
@@ -410,18 +418,18 @@ class Generator:
 class JobGroup:
     """Jobs that one call runs to completion: they share a result queue and are cancelled together."""
 
-    def __init__(self, generator: Generator, jobs: Sequence[Job], caller: str = "generator") -> None:
-        """`caller` is what an error calls the generator if a hook calls it during a step."""
+    def __init__(self, generator: Generator, jobs: Sequence[Job], public_name: str = "generator") -> None:
+        """`public_name` is as in `Generator.check_not_in_step`."""
         self.unfinished = set(jobs)
         """Jobs whose last result was not read yet."""
-        self._generator, self._jobs, self._caller = generator, jobs, caller
+        self._generator, self._jobs, self._public_name = generator, jobs, public_name
         self._results: ResultQueue = deque()
         for job in jobs:
             job.result_queue = self._results
 
     def enqueue(self) -> None:
         """Queue all jobs. Cancel the group even if this raises."""
-        self._generator.check_not_in_step(self._caller)
+        self._generator.check_not_in_step(self._public_name)
         for job in self._jobs:
             self._generator.enqueue(job)
 
@@ -443,7 +451,7 @@ class JobGroup:
     def next_result(self) -> Result | None:
         """The next result, after a step if necessary; None if it gave none. Raises a failed job's error."""
         if not self._results:
-            self._generator.step_unless_results(self._results, self._caller)
+            self._generator.step_unless_results(self._results, self._public_name)
         while self._results:
             result = self._results.popleft()
             if result["job"].cancelled:

@@ -74,7 +74,9 @@ class Job:
     """A request for a completion; single-use.
 
     `input_ids` is a (1, n) tensor of ids in system memory, or a pair of them for classifier-free guidance.
-    Everything else is as in `Generator.generate`. Later changes of `gen_settings`' fields take effect at the
+    Everything else is as in `Generator.generate`, but for the following. At most `max_skips` younger jobs start
+    before one that does not fit yet, None for any number. Results have the tokens, logits and probabilities that
+    `return_…` ask for, and the `identifier`. Later changes of `gen_settings`' fields take effect at the
     next token, except for hooks, which are fixed when the job is enqueued. Before `min_new_tokens`, stop
     tokens are not sampled, but a filter may end the text. Jobs with different `salt`, such as those of
     different tenants, never share cached pages. `embeddings` are the `MMEmbedding` objects whose ids the
@@ -141,7 +143,8 @@ class Job:
         self.emitted_texts: list[str] = []
         self.pending_tokens: list[SampledToken] = []
         """Sampled, not yet emitted."""
-        self.final_held_text: str | None = None  # None until a stop: `output` holds it
+        self.final_held_text: str | None = None
+        """The text that was never emitted, once the job has stopped; None before, when `output` has the held text."""
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
         self.draft_length = NO_DRAFTING  # set by an engine that drafts
         self.batch_row = 0

@@ -113,7 +113,7 @@ class OutputProcessor:
 
     @property
     def healing(self) -> bool:
-        """Whether the next token takes the place of the removed one; true again after a rewind to it."""
+        """Whether the next token takes the place of the healed one; true again after a rewind to it."""
         return self._num_new < 0
 
     @property
@@ -140,7 +140,7 @@ class OutputProcessor:
         """The tokens that must not be sampled next: stop tokens too early, and those rejected at this
         position.
 
-        The removed token may always be sampled in its own place.
+        In place of a healed token that is a stop token, the same token may be sampled again.
         """
         stops = self.stop_tokens if self.below_min_tokens else NO_TOKENS
         if stops and self.healing:
@@ -200,16 +200,16 @@ class OutputProcessor:
         return self._rejected_tokens.get(self._num_released + len(self._buffer), ()) if self._rejected_tokens else ()
 
     def _healed_text(self, token: int) -> str:
-        """The text that a token adds to that of the removed one, both read from the same state."""
-        removed_text = "" if self._healed_token is None else self._buffer.detokenizer.copy().push(self._healed_token)
-        return self._buffer.detokenizer.push(token).removeprefix(removed_text)
+        """The text by which a token is longer than the healed one, both decoded from the same state."""
+        healed_text = "" if self._healed_token is None else self._buffer.detokenizer.copy().push(self._healed_token)
+        return self._buffer.detokenizer.push(token).removeprefix(healed_text)
 
     def _stop_at_token(self, token: int) -> OutputAction:
         buffer = self._buffer
         self._num_new += 1
         tokens = len(buffer)
         tail = buffer.detokenizer.flush()
-        if tail:  # half a character stays half, and may be all that a string lacked
+        if tail:  # U+FFFD for an incomplete character, which may complete a stop string or a banned one
             action = self._action_for_match(buffer.append(token, tail))
             if action is not None:
                 return action

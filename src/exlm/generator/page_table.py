@@ -4,8 +4,8 @@ It holds integers and bytes only: no tensors, no model, no text. A page is publi
 digest of its ids and of the hash of the page before it) when it is full and its ids are final. Equal hashes
 mean equal keys and values, so sequences with a common prefix share pages. A page that a prompt will fill
 has a pending hash from the start: prompts that arrive together share it before it is filled, and the first
-sequence that gets there fills it. A page without users keeps its content until it is needed; the least
-recently used page is evicted first. Where only a part of a page matches, the table returns a copy to be
+sequence that gets there fills it. A page without users is free and keeps its content until it is needed; the
+least recently used page is evicted first. Where only a part of a page matches, the table returns a copy to be
 made; it never touches the cache itself.
 """
 
@@ -71,14 +71,14 @@ class PageTable:
     def reset(self) -> None:
         """Empty all pages; sequences that had some have none any more."""
         pages = [Page(index) for index in range(self.num_pages)]
-        idle = OrderedDict((page.index, page) for page in pages)  # least recently used first
+        free = OrderedDict((page.index, page) for page in pages)  # least recently used first
         by_hash: dict[bytes, Page] = {}
         by_pending_hash: dict[bytes, Page] = {}
         by_start_key: dict[StartKey, dict[int, Page]] = {}
         # One statement, which Ctrl-C cannot interrupt halfway.
-        self._pages, self._idle, self._by_hash, self._by_pending_hash, self._by_start_key = (
+        self._pages, self._free, self._by_hash, self._by_pending_hash, self._by_start_key = (
             pages,
-            idle,
+            free,
             by_hash,
             by_pending_hash,
             by_start_key,
@@ -88,7 +88,7 @@ class PageTable:
     @property
     def num_free_pages(self) -> int:
         """Pages that no sequence uses."""
-        return len(self._idle)
+        return len(self._free)
 
     def num_cached_tokens(self, index: int) -> int:
         """How many tokens of a page have valid keys and values."""
@@ -109,15 +109,15 @@ class PageTable:
     def fits(self, sequences: list[TokenSequence]) -> bool:
         """Whether the free pages suffice for these sequences."""
         total = sum(-(-sequence.max_length // self.page_size) for sequence in sequences)
-        return total <= len(self._idle) or self.count_free_pages_needed(sequences) <= len(self._idle)
+        return total <= len(self._free) or self.count_free_pages_needed(sequences) <= len(self._free)
 
     def allocate(self, sequences: list[TokenSequence]) -> None:
         """Allocate all the pages that a job's sequences may ever need, and reuse what cached pages hold.
 
-        Idle pages that the job can reuse are reserved before any page is evicted.
+        Free pages that the job can reuse are reserved before any page is evicted.
         """
-        if (need := self.count_free_pages_needed(sequences)) > len(self._idle):
-            raise CacheTooSmall(f"{need} pages are needed but {len(self._idle)} are free: finish a job first.")
+        if (need := self.count_free_pages_needed(sequences)) > len(self._free):
+            raise CacheTooSmall(f"{need} pages are needed but {len(self._free)} are free: finish a job first.")
         missing: dict[Hashable, list[PageTableEntry]] = {}
         for sequence in sequences:
             sequence.pages = [-1] * -(-sequence.max_length // self.page_size)
@@ -235,14 +235,17 @@ class PageTable:
         self.capacity_version += 1
 
     def clear_prefix_cache(self) -> None:
-        """Empty all idle pages; pages in use are not touched."""
+        """Empty all free pages; pages in use are not touched."""
         if self.num_free_pages == self.num_pages:
             self.reset()
-        for page in [*self._idle.values()]:
+        for page in [*self._free.values()]:
             self._clear_page(page)
 
     def violations(self, num_users: Mapping[int, int] | None = None) -> list[str]:
-        """Broken invariants, one line each; `num_users` is how many sequences use a page (else 0)."""
+        """Broken invariants, one line each.
+
+        `num_users`: page index → how many sequences use the page; pages that it lacks have no users.
+        """
         found = [*self._lookup_violations()]
         for page in self._pages:
             uses = (num_users or {}).get(page.index, 0)
@@ -265,14 +268,14 @@ class PageTable:
     def _assign_new_pages(self, groups: list[list[PageTableEntry]]) -> None:
         """Allocate one page for each group of entries whose hash was not found; a group shares its page.
 
-        Idle pages that a group could copy from are evicted last. If such a page is evicted after all, the
+        Free pages that a group could copy from are evicted last. If such a page is evicted after all, the
         group gets the page itself, with the tokens that match.
         """
         sources = [self._find_copy_source(*group[0]) for group in groups]
         for source, _ in sources:
             if source is not None and source.ref_count == 0:
                 self._mark_used(source)
-        taken = dict(self._idle.popitem(last=False) for _ in groups)
+        taken = dict(self._free.popitem(last=False) for _ in groups)
         assigned: list[Page | None] = []
         for source, num_tokens in sources:
             page = taken.pop(source.index, None) if source is not None else None
@@ -303,13 +306,13 @@ class PageTable:
         key = self.start_key(sequence, i)
         candidates = self._by_start_key.get(key) if key is not None else None
         if candidates:
-            rest = self.copyable_ids(sequence, i)
+            wanted_ids = self.copyable_ids(sequence, i)
             for page in candidates.values():
-                if len(page.ids) > best and page.ids[best] == rest[best]:
-                    num_tokens = common_prefix_length(page.ids, rest)
+                if len(page.ids) > best and page.ids[best] == wanted_ids[best]:
+                    num_tokens = common_prefix_length(page.ids, wanted_ids)
                     if num_tokens > best:
                         found, best = page, num_tokens
-                        if best == len(rest):
+                        if best == len(wanted_ids):
                             break
         return (None, 0) if found is None else (found, best)
 
@@ -360,14 +363,14 @@ class PageTable:
 
     def _add_ref(self, page: Page) -> None:
         if page.ref_count == 0:
-            del self._idle[page.index]
+            del self._free[page.index]
         page.ref_count += 1
 
     def _drop_ref(self, page: Page) -> None:
         page.ref_count -= 1
         if page.ref_count == 0:
             self._drop_pending_hash(page)
-            self._idle[page.index] = page
+            self._free[page.index] = page
             if page.page_hash is None and page.start_key is None:
                 self._clear_page(page)
             else:
@@ -376,14 +379,14 @@ class PageTable:
     def _mark_used(self, page: Page) -> None:
         self._clock += 1
         page.last_used = self._clock
-        self._idle.move_to_end(page.index)
+        self._free.move_to_end(page.index)
 
     def _clear_page(self, page: Page) -> None:
         self._unpublish_page(page)
         self._remove_start_key(page)
         page.ids, page.parent_hash, page.last_used = [], None, 0
-        if page.index in self._idle:
-            self._idle.move_to_end(page.index, last=False)
+        if page.index in self._free:
+            self._free.move_to_end(page.index, last=False)
 
     def _unpublish_page(self, page: Page) -> None:
         if page.page_hash is not None:
@@ -410,12 +413,12 @@ class PageTable:
             page.start_key = None
 
     def _lookup_violations(self) -> Iterator[str]:
-        idle = [page.index for page in self._pages if page.ref_count == 0]
-        if sorted(self._idle) != idle or self.num_free_pages != len(idle):
-            yield f"idle pages are {idle}, listed are {sorted(self._idle)}"
-        last_uses = [page.last_used for page in self._idle.values()]
+        free = [page.index for page in self._pages if page.ref_count == 0]
+        if sorted(self._free) != free or self.num_free_pages != len(free):
+            yield f"free pages are {free}, listed are {sorted(self._free)}"
+        last_uses = [page.last_used for page in self._free.values()]
         if last_uses != sorted(last_uses):
-            yield f"idle pages are not in the order of their last use: {last_uses}"
+            yield f"free pages are not in the order of their last use: {last_uses}"
         for page_hash, page in self._by_hash.items():
             if page.page_hash != page_hash:
                 yield f"page {page.index} is listed under another hash than its own"

@@ -70,11 +70,11 @@ class _PrefillBatchBuilder:
         found = self.ids_by_key.get(page_table.start_key(sequence, page_index))
         if not found:
             return False
-        rest = page_table.copyable_ids(sequence, page_index)
-        return num_tokens < len(rest) and any(
+        wanted_ids = page_table.copyable_ids(sequence, page_index)
+        return num_tokens < len(wanted_ids) and any(
             len(ids) > num_tokens
-            and ids[num_tokens] == rest[num_tokens]
-            and common_prefix_length(ids, rest) > num_tokens
+            and ids[num_tokens] == wanted_ids[num_tokens]
+            and common_prefix_length(ids, wanted_ids) > num_tokens
             for ids in found
         )
 
@@ -171,7 +171,8 @@ class Scheduler:
     def next_prefill_batch(self) -> list[PrefillChunk]:
         """Chunks of this step that do not depend on each other, [] when there are no more.
 
-        Make all their copies first: no page is both a source and a target. Commit each batch before the next.
+        Make all their copies first: no page is both a source and a target. Call `PageTable.mark_computed` for
+        every chunk before the next batch.
         """
         if not self._prefilling:
             return []

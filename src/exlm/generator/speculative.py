@@ -101,7 +101,7 @@ class NgramIndex:
     def __init__(self, longest: int, ids: Sequence[int] = ()) -> None:
         """Index `ids`; only tokens that are added later can be removed again."""
         self.base = len(ids)
-        """The number of leading tokens that cannot be removed; there is no `match` before the next one."""
+        """The number of leading tokens that cannot be removed; `match` is None until another one is added."""
         self.length = len(ids)
         """How many tokens are indexed."""
         self._ends: list[dict[int, int]] = []
@@ -116,7 +116,7 @@ class NgramIndex:
 
     @property
     def match(self) -> int | None:
-        """Where the longest n-gram at the sequence's end occurred before: its end; None if none did."""
+        """Where the longest n-gram at the sequence's end that occurred before ended the last time; None if none did."""
         for end in reversed(self._earlier[-len(self._ends) :]):
             if end != ABSENT:
                 return end
@@ -202,6 +202,7 @@ class NgramDrafter:
         if index is None or index.length > len(ids):
             # Only final ids are never rewound; the last one is added by `extend`, to find its match.
             num_permanent = max(0, min(sequence.num_final_tokens, len(ids)) - 1)
+            # An n-gram of `max_ngram` tokens is those that are searched for and the first one of the draft.
             index = self._indexes[id(sequence)] = NgramIndex(self.max_ngram - 1, ids[:num_permanent])
         index.extend(ids)
         return index

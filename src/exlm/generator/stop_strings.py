@@ -128,7 +128,7 @@ class StopStringBuffer:
         return min(stops, key=lambda stop: stop.offset, default=None)
 
     def offset_of_banned(self, banned: Match) -> int:
-        """Where a banned string starts."""
+        """Where a banned string starts in the visible text."""
         token = self._tokens[self._token_index_at(banned.start)]
         inside = banned.start - token.state_before.casefolded.length
         characters = 0
@@ -154,15 +154,15 @@ class StopStringBuffer:
     def release(self) -> tuple[str, int]:
         """Remove the tokens that no unfinished match or character includes; their text and number."""
         self._flush_incomplete_char()
-        self._state = self._count_releasable(len(self._tokens), self._state)
+        self._state = self._with_num_releasable(len(self._tokens), self._state)
         count = self._state.num_releasable - self._num_released
         text = "".join([token.text for token in self._tokens[:count]])
         del self._tokens[:count]
         self._num_released += count
         return text, count
 
-    def _count_releasable(self, index: int, state: _ScanState) -> _ScanState:
-        """`state`, which is that before the token at `index`, with `num_releasable`.
+    def _with_num_releasable(self, index: int, state: _ScanState) -> _ScanState:
+        """`state`, the search before the token at `index`, with its `num_releasable`.
 
         A rewind makes matches possible again that the removed tokens had ruled out. So the earliest position
         that a rewind may reach decides: a match that is open later was open there as well.
@@ -196,7 +196,7 @@ class StopStringBuffer:
         if newest.detokenizer_before is not None:
             newest.detokenizer_before.flush()
             casefolded, _ = self._banned_strings.scan(casefolded, REPLACEMENT)
-        before = self._count_releasable(len(self._tokens) - 1, _ScanState(True, visible, with_special, casefolded))
+        before = self._with_num_releasable(len(self._tokens) - 1, _ScanState(True, visible, with_special, casefolded))
         self._tokens[-2] = self._tokens[-2]._replace(text=self._tokens[-2].text + REPLACEMENT)
         self._tokens[-1] = newest._replace(text=newest.text[1:], state_before=before)
 

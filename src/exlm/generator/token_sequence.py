@@ -32,7 +32,7 @@ class TokenSequence:
     num_published_pages: int = 0
     """Leading pages that are published under their hash, so that others may share them."""
     num_pending_copy_tokens: int = 0
-    """Rows of a page copy that is not committed yet."""
+    """Tokens of a planned page copy that `PageTable.mark_computed` has not counted yet."""
     pages: list[int] = field(default_factory=list)
     """The cache pages it owns or shares, in order; empty before admission and after its release."""
     page_hashes: list[bytes] = field(default_factory=list)

@@ -58,7 +58,7 @@ class VersionStamps:
 VERSION_STAMPS = VersionStamps()
 
 
-VOCAB_MULTIPLE = 32  # models pad their vocabularies; a bias made here is long enough for the padded one
+VOCAB_MULTIPLE = 32  # exllamav2 padded vocabularies to a multiple of this; a bias made here is as long
 
 GREEDY_CLONE_FIELDS = settings_of("penalties", "dry", "xtc")
 
