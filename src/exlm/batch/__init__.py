@@ -1,7 +1,7 @@
-"""Batches: a file of requests in, a file of responses out; no row is lost or done twice if the process dies.
+"""Batches: a file of requests in, a file of answers out; no row is lost or done twice if the process dies.
 
-`run_rows` takes the rows of a file, a `Journal` and a generator; responses go to the journal as they are
-made, and `write_answers` writes the output from it. `scale` and `cli` may import this package; it imports
+`run_rows` takes the rows of a file, a `Journal` and a generator; answers, the lines of the output, go to the journal as
+they are made, and `write_answers` writes the output from it. `scale` and `cli` may import this package; it imports
 `exlm` and `serve`.
 """
 

@@ -1,6 +1,6 @@
 """The journal of a batch: a write-ahead log of the rows that are done, which survives a crash.
 
-It is append-only. A record is a line of a CRC-32, the row's number and the row's response. The last write may
+It is append-only. A record is a line of a CRC-32, the row's number and its answer. The last write may
 be torn: everything from the first invalid line on is truncated, and its rows are done again. The first line
 holds the identity of the batch (the input's hash, the model, options), which every later run must share.
 """
@@ -38,7 +38,7 @@ class Journal:
         """
         self.path = path
         self.done: dict[int, tuple[int, int]] = {}
-        """Offset and length of each done row's response in the file."""
+        """Offset and length of each done row's answer in the file."""
         self._handle = _open_locked(path)
         try:
             self.created, header_bytes = self._begin({**identity, "rows": rows}, created)
@@ -48,7 +48,7 @@ class Journal:
             raise
 
     def add(self, answers: Iterable[tuple[int, bytes]]) -> None:
-        """Append responses, each a line without its newline; they are on disk when this returns."""
+        """Append answers, each a line of the output without its newline; they are on disk when this returns."""
         records, positions = bytearray(), {}
         for row, answer in answers:
             body = b"%d %b" % (row, answer)
@@ -68,7 +68,7 @@ class Journal:
         self.done |= positions
 
     def answer(self, row: int) -> bytes:
-        """The response of a row that is done."""
+        """The answer of a row that is done: its line of the output."""
         offset, length = self.done[row]
         with open(os.dup(self._handle), "rb") as file:
             file.seek(offset)

@@ -106,7 +106,7 @@ def is_answered(path: Path, rows: Rows, model: str) -> bool:
 
 
 def write_answers(path: Path, journal: Journal, rows: Rows) -> None:
-    """Write the response of every row, in order; the file appears complete or not at all."""
+    """Write the answer of every row, in order; the file appears complete or not at all."""
     try:
         with atomic_file(path, sync_folder=True) as partial, partial.open("wb") as file:
             for index in range(len(rows.rows)):

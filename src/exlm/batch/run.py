@@ -87,7 +87,8 @@ class _BatchRun:
     def _enqueue_row(self, index: int, row: Row) -> None:
         writer = self.handler.response_writer(index, row)
         jobs = [
-            Job(**arguments, identifier=(index, text)) for text, arguments in enumerate(writer.request.job_arguments)
+            Job(**arguments, identifier=(index, text_index))
+            for text_index, arguments in enumerate(writer.request.job_arguments)
         ]
         try:
             self.generator.enqueue(jobs)
@@ -97,7 +98,7 @@ class _BatchRun:
         self.in_flight[index] = (writer, jobs)
 
     def _on_result(self, result: Any) -> None:
-        index, text = result["identifier"]
+        index, text_index = result["identifier"]
         if index not in self.in_flight:  # another text of the row has failed
             return
         writer, jobs = self.in_flight[index]
@@ -110,7 +111,7 @@ class _BatchRun:
             return
         if delta is None:
             return
-        writer.push(text, delta)
+        writer.push(text_index, delta)
         if delta.finish is not None:
             self.progress.new_tokens += delta.finish.new_tokens
         if writer.done:

@@ -1,6 +1,6 @@
 """A batch on a cluster: input and output in Parquet tables and object stores, and a Ray Data pipeline.
 
-Requests are converted to a local file of lines and read as such; responses go the other way. Only the driver
+Requests are converted to a local file of lines and read as such; answers go the other way. Only the driver
 writes the journal, so every row is answered exactly once, as on one machine. An actor has a model and works
 on several blocks of rows at a time, so that its generator's batch stays full. Ray Data feeds actors as they
 finish, and repeats the blocks of an actor that died.
@@ -75,7 +75,7 @@ def read_requests(path: str) -> Rows:
 
 
 def write_answers_anywhere(path: str, journal: Journal, rows: Rows) -> None:
-    """Write the response of every row, in order; a table has `custom_id`, and the rest as JSON text."""
+    """Write the answer of every row, in order; a table has `custom_id`, and the rest as JSON text."""
     if not is_remote(path) and not path.endswith(PARQUET):
         write_answers(Path(path), journal, rows)
         return
@@ -217,8 +217,8 @@ class BatchActor:
         tokens = 0
         with closing(self._model.submit(writer.request)) as stream:
             while not writer.done:
-                text, delta = await stream.next()
-                writer.push(text, delta)
+                text_index, delta = await stream.next()
+                writer.push(text_index, delta)
                 tokens += delta.finish.new_tokens if delta.finish is not None else 0
         return self._handler.success_line(index, row, writer), tokens
 

@@ -81,12 +81,12 @@ def _render_chat(request: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
     ARGUMENTS_LIMITS.check(*_call_arguments(request.messages), what="What earlier calls have as arguments")
     tools = _callable_tools(request)
     source = tokenizer.chat_templates.choose(None, tools is not None).source
-    native = supports_tools(source)
-    messages = template_messages(request.messages, native)
+    renders_tools = supports_tools(source)
+    messages = template_messages(request.messages, renders_tools)
     if tools is None:
         return ChatPrompt(tokenizer.apply_chat_template(messages, **variables))
-    tool_format = detect_tool_format(source) if native else HERMES
-    if native:
+    tool_format = detect_tool_format(source) if renders_tools else HERMES
+    if renders_tools:
         text = tokenizer.apply_chat_template(messages, tools=tools, **variables)
     else:
         text = _render_with_tool_instructions(tokenizer, messages, tools, variables)
@@ -97,8 +97,8 @@ def _render_chat(request: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
     return ChatPrompt(text + tool_format.forced_prefix, tool_format, names, call_schema(tools, tool_format))
 
 
-def template_messages(messages: Sequence[Message], native: bool = True) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them; without `native`, tool calls and results become text."""
+def template_messages(messages: Sequence[Message], renders_tools: bool = True) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them; tool calls and results become text for one that renders no tools."""
     out: list[dict[str, Any]] = []
     previous: type | None = None
     for message in messages:
@@ -108,9 +108,9 @@ def template_messages(messages: Sequence[Message], native: bool = True) -> list[
         if message.name is not None:
             entry["name"] = message.name
         if isinstance(message, AssistantMessage):
-            _add_calls(entry, message, native)
+            _add_calls(entry, message, renders_tools)
         elif isinstance(message, ToolMessage):
-            if native:
+            if renders_tools:
                 entry["tool_call_id"] = message.tool_call_id
             else:
                 entry |= {"role": "user", "content": f"<tool_response>\n{entry['content']}\n</tool_response>"}
@@ -121,14 +121,14 @@ def template_messages(messages: Sequence[Message], native: bool = True) -> list[
     return out
 
 
-def _add_calls(entry: dict[str, Any], message: AssistantMessage, native: bool) -> None:
+def _add_calls(entry: dict[str, Any], message: AssistantMessage, renders_tools: bool) -> None:
     if message.reasoning_content is not None:
         entry["reasoning_content"] = message.reasoning_content
     calls = [
         {"name": call.function.name, "arguments": _parse_arguments(call.function.arguments)}
         for call in message.tool_calls or ()
     ]
-    if native and calls:
+    if renders_tools and calls:
         entry["tool_calls"] = [
             {"id": call.id, "type": "function", "function": function}
             for call, function in zip(message.tool_calls or (), calls, strict=True)

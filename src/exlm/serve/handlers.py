@@ -152,7 +152,7 @@ class RequestHandlers:
             return await asyncio.get_running_loop().run_in_executor(self._grammar_pool, work)
 
     async def _run_in_pool(self, request: Request, work: Callable[[], T]) -> T:
-        pool = request.state.body.thread or self._prompt_pool
+        pool = request.state.body.executor or self._prompt_pool
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 

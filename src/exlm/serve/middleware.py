@@ -83,8 +83,8 @@ class RequestBody:
         self._size, self._more = 0, True
 
     @property
-    def thread(self) -> Executor | None:
-        """The thread in which all work on this request is done if the body is large."""
+    def executor(self) -> Executor | None:
+        """The one-thread executor of all work on this request if its body is large."""
         return self._large_bodies if self._size >= LARGE_BODY_BYTES else None
 
     async def receive_all(self, headers: Mapping[bytes, bytes]) -> bool:
@@ -135,9 +135,9 @@ class RequestBody:
         def work() -> T:
             return function(_parse_json(raw, limits))
 
-        if self.thread is None:
+        if self.executor is None:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
     def release(self) -> None:
         """Free the bytes and give their memory back to the limiter."""

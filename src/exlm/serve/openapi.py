@@ -103,48 +103,48 @@ def docs_page(description: Mapping[str, Any]) -> str:
 
 def _route_section(method: str, path: str, route: Mapping[str, Any]) -> str:
     section = f"<h2><code>{method.upper()} {escape(path)}</code></h2>\n<p>{escape(route['description'])}</p>\n"
-    kinds = [("takes", route.get("requestBody", {}))]
-    kinds += [("gives", reply) for status, reply in route["responses"].items() if status.startswith("2")]
-    for word, one in kinds:
-        types = [_type_html(kind["schema"]) for kind in one.get("content", {}).values() if kind.get("schema")]
-        section += f"<p>{word} {', or as events '.join(types)}</p>\n" if types else ""
+    bodies = [("takes", route.get("requestBody", {}))]
+    bodies += [("gives", reply) for status, reply in route["responses"].items() if status.startswith("2")]
+    for verb, body in bodies:
+        types = [_type_html(media["schema"]) for media in body.get("content", {}).values() if media.get("schema")]
+        section += f"<p>{verb} {', or as events '.join(types)}</p>\n" if types else ""
     return section
 
 
 def _object_section(name: str, schema: Mapping[str, Any]) -> str:
     required = schema.get("required", ())
     rows = []
-    for field, kind in schema.get("properties", {}).items():
+    for field, field_schema in schema.get("properties", {}).items():
         mark = "needed" if field in required else ""
-        rows.append(f"<tr><td><code>{escape(field)}</code><td>{_type_html(kind)}<td>{mark}</tr>\n")
+        rows.append(f"<tr><td><code>{escape(field)}</code><td>{_type_html(field_schema)}<td>{mark}</tr>\n")
     table = f"<table>\n{''.join(rows)}</table>\n" if rows else ""
     description = escape(schema.get("description", ""))
     return f'<h3 id="{escape(name)}">{escape(name)}</h3>\n<p>{description}</p>\n{table}'
 
 
-def _type_html(kind: Mapping[str, Any]) -> str:
+def _type_html(schema: Mapping[str, Any]) -> str:
     """A JSON schema as HTML: a link, a type with its bounds, or alternatives."""
-    if "$ref" in kind:
-        name = escape(kind["$ref"].rpartition("/")[2])
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'
     for several in ("anyOf", "oneOf"):
-        if several in kind:
-            return " or ".join(_type_html(one) for one in kind[several] if one.get("type") != "null")
-    if "contentSchema" in kind:
-        return _type_html(kind["contentSchema"])
-    if "enum" in kind or "const" in kind:
-        return " or ".join(f"<code>{escape(str(one))}</code>" for one in kind.get("enum", [kind.get("const")]))
-    if kind.get("type") == "array":
-        return _bounded(f"a list of {_type_html(kind.get('items', {}))}", kind)
-    if "data" in kind.get("properties", {}):
-        return _type_html(kind["properties"]["data"])
-    return _bounded(escape(str(kind.get("type", "anything"))), kind)
+        if several in schema:
+            return " or ".join(_type_html(one) for one in schema[several] if one.get("type") != "null")
+    if "contentSchema" in schema:
+        return _type_html(schema["contentSchema"])
+    if "enum" in schema or "const" in schema:
+        return " or ".join(f"<code>{escape(str(one))}</code>" for one in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return _bounded(f"a list of {_type_html(schema.get('items', {}))}", schema)
+    if "data" in schema.get("properties", {}):
+        return _type_html(schema["properties"]["data"])
+    return _bounded(escape(str(schema.get("type", "anything"))), schema)
 
 
-def _bounded(text: str, kind: Mapping[str, Any]) -> str:
+def _bounded(text: str, schema: Mapping[str, Any]) -> str:
     limits = [
-        template.format(f"{kind[name]:g}")
+        template.format(f"{schema[name]:g}")
         for name, template in BOUNDS.items()
-        if abs(kind.get(name, MAX_SHOWN_BOUND)) < MAX_SHOWN_BOUND
+        if abs(schema.get(name, MAX_SHOWN_BOUND)) < MAX_SHOWN_BOUND
     ]
     return f"{text} ({', '.join(limits)})" if limits else text

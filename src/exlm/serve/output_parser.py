@@ -70,7 +70,7 @@ class NotAToolCall(Exception):
 
 
 class CharSource:
-    """The characters of a text, with push-back, and a record of those read since it was last cleared."""
+    """The characters of a text, with push-back, and a record of those read since it was cleared, for backtracking."""
 
     def __init__(self) -> None:
         self._back: list[str] = []
@@ -82,7 +82,7 @@ class CharSource:
         return char
 
     def put_back(self, chars: str) -> None:
-        """Make the last characters be read again; the end of the text, if `chars` is empty."""
+        """Push back the characters that were read last; the end of the text if `chars` is empty."""
         pushed = list(chars) or [END_OF_TEXT]
         self._back += reversed(pushed)
         del self.record[len(self.record) - len(pushed) :]
