@@ -97,7 +97,8 @@ class SamplerState:
         self.last_drawn_position = -1
         """The last position that a random number was drawn for."""
         self._random_numbers = PhiloxStream(self.seed)
-        self._penalty_window, self._dry_index = PenaltyWindow(), DryIndex()
+        self._penalty_window: PenaltyWindow | None = None  # made when a penalty first needs it
+        self._dry_index: DryIndex | None = None
         self._step_states: dict[str, StepState] = {}
         if settings is not None and settings.mirostat_mu:
             self.mirostat_mu = settings.mirostat_mu[0]
@@ -126,8 +127,10 @@ class SamplerState:
             self.last_drawn_position = length - 1
         for state in self._step_states.values():
             state.truncate(length)
-        self._penalty_window.truncate(self.history, length)
-        self._dry_index.truncate(length)
+        if self._penalty_window is not None:
+            self._penalty_window.truncate(self.history, length)
+        if self._dry_index is not None:
+            self._dry_index.truncate(length)
         del self.history[length:]
         self.version_stamp = VERSION_STAMPS.new_stamp()
 
@@ -146,10 +149,14 @@ class SamplerState:
 
     def penalized_tokens(self, rule: PenaltyRule) -> PenalizedTokens:
         """The tokens of the text that a rule penalises."""
+        if self._penalty_window is None:
+            self._penalty_window = PenaltyWindow()
         return self._penalty_window.penalized_tokens(self.history, rule)
 
     def dry_penalties(self, rule: DryRule, breaker_ids: Collection[int], vocab_size: int) -> dict[int, float]:
         """The tokens that DRY penalises, and how much."""
+        if self._dry_index is None:
+            self._dry_index = DryIndex()
         self._dry_index.extend(self.history[len(self._dry_index) :])
         return self._dry_index.token_penalties(rule, breaker_ids, vocab_size)
 

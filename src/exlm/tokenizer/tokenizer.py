@@ -7,6 +7,7 @@ It adds shapes, padding, caching and old names to `Codec`, which encodes and dec
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -22,7 +23,6 @@ from . import ChatTemplates, Codec, ConfigTokenIds, Detokenizer, TemplateLimits,
 from . import Trie as _Trie
 from .codec import AliasedEmbedding, TokenizerConfig
 from .gguf import tokenizer_from_metadata
-from .tokenizer_files import AddedToken, AddedTokenMatcher
 from .vocab import TokenizerBackend
 
 log = logging.getLogger(__name__)
@@ -46,21 +46,21 @@ class UnparsedSpecialWarning:
         self._warned = False
 
     @cached_property
-    def _matcher(self) -> AddedTokenMatcher:
-        return AddedTokenMatcher(AddedToken(text, 0) for text in self._special)
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
 
     def check(self, texts: Iterable[str]) -> None:
         """Warn of the first special token in any of these texts."""
         if self._warned:
             return
         for text in texts:
-            match = next(self._matcher.find(text[:MAX_CHECKED_CHARS]), None) if isinstance(text, str) else None
+            match = self._pattern.search(text, 0, MAX_CHECKED_CHARS) if isinstance(text, str) else None
             if match is not None:
                 self._warned = True
                 log.warning(
                     "A text that is encoded holds %r, which is taken for plain text. If it is meant as that "
                     "token, as in a chat template, pass encode_special_tokens=True.",
-                    match.token.content,
+                    match[0],
                 )
                 return
 
@@ -114,7 +114,7 @@ class Tokenizer:
             raise TokenizerError("force_json and force_spm exclude each other.")
         self.config = config
         kind: Literal["auto", "json", "spm"] = "spm" if force_spm else "json" if force_json else "auto"
-        self._sandbox = TemplateSandbox(chat_limits)
+        self._chat_limits = chat_limits
         self._cache: dict[str, torch.Tensor] = {}
         self._cache_lock = threading.Lock()
         metadata = None if vocab_file is not None else getattr(config, "metadata", None)
@@ -129,6 +129,10 @@ class Tokenizer:
             self.chat_templates = ChatTemplates.from_folder(self.codec.files)
             if not lazy_init:
                 self.build_tables()
+
+    @cached_property
+    def _sandbox(self) -> TemplateSandbox:
+        return TemplateSandbox(self._chat_limits)
 
     def _set_codec(self, codec: Codec) -> None:
         self.codec, self._unparsed_special = codec, UnparsedSpecialWarning(codec.special_tokens)
