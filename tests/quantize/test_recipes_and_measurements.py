@@ -13,7 +13,7 @@ from exlm.errors import InputError
 from exlm.formats.exl2 import BIT_WIDTHS
 from exlm.quantize.allocation import (
     HEAD_RECIPES,
-    Group,
+    QuantGroup,
     Recipe,
     candidate_recipes,
     make_recipe,
@@ -128,15 +128,15 @@ def test_an_invalid_accuracy_is_refused(fixtures_dir: Path, tmp_path: Path, accu
 def test_group_size_factors_depend_on_the_width() -> None:
     harms = {width: (1.0, 10.0, 100.0, 1000.0) for width in BIT_WIDTHS}
     found = Sensitivity(harms, {2: {32: 0.5, 64: 1.0, 128: 2.0}, 4: {32: 0.9, 64: 1.0, 128: 1.1}})
-    assert found.kl_cost(Group(2, 32), 1) == 5
-    assert found.kl_cost(Group(2, 128), 0) == 2222
-    assert found.kl_cost(Group(4, 32), 1) == 9
-    assert found.kl_cost(Group(8, 64), 2) == 1100  # no width is nearer than 4, no size than 64
-    assert found.kl_cost(Group(3, 96), 0) in (111 * 1.0, 111 * 2.0)
+    assert found.kl_cost(QuantGroup(2, 32), 1) == 5
+    assert found.kl_cost(QuantGroup(2, 128), 0) == 2222
+    assert found.kl_cost(QuantGroup(4, 32), 1) == 9
+    assert found.kl_cost(QuantGroup(8, 64), 2) == 1100  # no width is nearer than 4, no size than 64
+    assert found.kl_cost(QuantGroup(3, 96), 0) in (111 * 1.0, 111 * 2.0)
     assert Sensitivity.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_version_1_measurements_are_read() -> None:
     harms = {str(width): [1.0, 2.0] for width in BIT_WIDTHS}
     old = Sensitivity.from_json({"harms": harms, "sizes": {"32": 0.7, "64": 1.0, "128": 1.5}})
-    assert [old.kl_cost(Group(width, 32), 1) for width in BIT_WIDTHS] == [1.4] * len(BIT_WIDTHS)
+    assert [old.kl_cost(QuantGroup(width, 32), 1) for width in BIT_WIDTHS] == [1.4] * len(BIT_WIDTHS)

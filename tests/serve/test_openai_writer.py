@@ -15,7 +15,7 @@ from exlm.serve.generation import (
     FinishInfo,
     GenerationRequest,
     OutputDelta,
-    SampledToken,
+    TokenLogprobs,
     output_delta,
 )
 from exlm.serve.openai import response_writer
@@ -111,7 +111,7 @@ def test_usage_counts_a_shared_prompt_once() -> None:
 
 
 def test_every_token_is_sent_exactly_once() -> None:
-    tokens = [SampledToken(letter, -1.0, ()) for letter in "abc"]
+    tokens = [TokenLogprobs(letter, -1.0, ()) for letter in "abc"]
     answer = response_writer(order(HERMES, top=0))
     events = answer.push(0, OutputDelta(" ", (tokens[0],)))  # held back: it may be the space before a call
     assert events == []
@@ -148,7 +148,7 @@ def test_logprobs_are_the_models_own() -> None:
 def test_top_logprobs_of_a_completion_include_the_sampled_token() -> None:
     asked = GenerationRequest("m", Words(), job_arguments=({},), top_logprobs=1)  # type: ignore[arg-type]
     answer = response_writer(asked)
-    taken = (SampledToken("a", -1.0, (("b", -0.5),)), SampledToken("b", -0.5, (("b", -0.5),)))
+    taken = (TokenLogprobs("a", -1.0, (("b", -0.5),)), TokenLogprobs("b", -0.5, (("b", -0.5),)))
     answer.push(0, OutputDelta("ab", taken, END))
     told = answer.body()["choices"][0]["logprobs"]
     assert told["top_logprobs"] == [{"b": -0.5, "a": -1.0}, {"b": -0.5}]
@@ -157,8 +157,8 @@ def test_top_logprobs_of_a_completion_include_the_sampled_token() -> None:
 def test_text_offsets_agree_in_streams_and_whole_responses() -> None:
     """Tokens may stand for more text than is shown: a healed token, bytes of a character, a special token."""
 
-    def tokens(*texts: str) -> tuple[SampledToken, ...]:
-        return tuple(SampledToken(text, -1.0, ()) for text in texts)
+    def tokens(*texts: str) -> tuple[TokenLogprobs, ...]:
+        return tuple(TokenLogprobs(text, -1.0, ()) for text in texts)
 
     asked = GenerationRequest("m", Words(), job_arguments=({},), top_logprobs=0, echo=("ab",))  # type: ignore[arg-type]
     answer = response_writer(asked)

@@ -40,7 +40,7 @@ def quantized_matrices(model: spec.Model) -> Iterator[Matrix]:
 # -- recipes ---------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
+class QuantGroup(NamedTuple):
     """Consecutive stored rows that share a width, and one scale per column."""
 
     bits: int
@@ -79,7 +79,7 @@ class Recipe:
         shares = "|".join(f"{part.share:g}" for part in self.parts)
         return f"g{sizes} {widths}" + (f" @ {shares}" if len(self.parts) > 1 else "")
 
-    def groups(self, rows: int) -> tuple[Group, ...]:
+    def groups(self, rows: int) -> tuple[QuantGroup, ...]:
         """The groups of a matrix with so many rows, in stored order; the last may be shorter."""
         return _groups_of_rows(self, rows)
 
@@ -113,19 +113,19 @@ class Recipe:
 
 
 @cache
-def _groups_of_rows(recipe: Recipe, rows: int) -> tuple[Group, ...]:
+def _groups_of_rows(recipe: Recipe, rows: int) -> tuple[QuantGroup, ...]:
     """Cached because many matrices have the same number of rows."""
     if rows < ALIGNMENT or rows % ALIGNMENT:
         raise InputError(f"EXL2 stores matrices with a multiple of {ALIGNMENT} inputs, found {rows}.")
-    groups: list[Group] = []
+    groups: list[QuantGroup] = []
     left = rows
     for part in recipe.parts:
         count = -(-min(rows * part.share, left) // part.group_size)
         for _ in range(int(count)):
-            groups.append(Group(part.bits, min(part.group_size, left)))
+            groups.append(QuantGroup(part.bits, min(part.group_size, left)))
             left -= groups[-1].rows
     if left:  # the shares add up to a little less than one
-        groups.append(Group(recipe.parts[-1].bits, left))
+        groups.append(QuantGroup(recipe.parts[-1].bits, left))
     return tuple(groups)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..formats import PackedWeight
 from ..nn import Batch
-from .allocation import Group
+from .allocation import QuantGroup
 from .coordinate_descent import descend_one_sided
 from .gptq import Grid, add_damping, factorize
 from .layer_loader import HookedLinear, StopForward
@@ -369,7 +369,7 @@ def solve_head(
     overall: HessianAccumulator,
     clusters: Sequence[HessianAccumulator],
     membership: Tensor,
-    groups: Sequence[Group],
+    groups: Sequence[QuantGroup],
     options: SolverOptions,
     damping: float,
 ) -> Exl2Solution:

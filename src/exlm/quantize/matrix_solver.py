@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..formats import Exl2Scales, PackedWeight, PlainScales, Segment
 from ..formats.bits import pack
-from .allocation import Group
+from .allocation import QuantGroup
 from .coordinate_descent import descend_one_sided, descend_two_sided
 from .cuda_graphs import GRAPHS
 from .gptq import Grid, GroupStep, HessianFactors, OutputFactors, gptq, gptq_two_sided
@@ -186,7 +186,7 @@ def _select(x: Tensor, at: Tensor) -> Tensor:
 class Exl2Solution:
     """Codes and scales of a matrix, rows in stored order."""
 
-    groups: Sequence[Group]
+    groups: Sequence[QuantGroup]
     perm: Tensor  # (inputs,) stored row → input
     codes: Tensor  # (inputs, columns) float32: integers around zero
     scales: Exl2Scales  # of all groups
@@ -245,7 +245,11 @@ class Exl2Solution:
 
 
 def solve_exl2(
-    w: Tensor, f: HessianFactors, groups: Sequence[Group], options: SolverOptions, outputs: OutputFactors | None = None
+    w: Tensor,
+    f: HessianFactors,
+    groups: Sequence[QuantGroup],
+    options: SolverOptions,
+    outputs: OutputFactors | None = None,
 ) -> Exl2Solution:
     """The best codes and scales for `w` (inputs, columns); `outputs` where the output Hessian is known."""
     solution = gptq_exl2(w, f, groups, options.scale_steps)
@@ -263,7 +267,7 @@ def solve_exl2(
     return solution
 
 
-def gptq_exl2(w: Tensor, f: HessianFactors, groups: Sequence[Group], scale_steps: int) -> Exl2Solution:
+def gptq_exl2(w: Tensor, f: HessianFactors, groups: Sequence[QuantGroup], scale_steps: int) -> Exl2Solution:
     """GPTQ with a scale search per group, without descent."""
     codes = torch.empty(len(groups), w.shape[1], dtype=torch.uint8, device=w.device)
     scales = Exl2Scales(codes, torch.empty(len(groups), dtype=torch.float16, device=w.device))

@@ -33,7 +33,7 @@ from ..nn import Batch, Head
 from ..nn.block import BlockLike
 from ..spec.model import Matrix
 from ..spec.tensor_names import TensorNames
-from .allocation import GROUP_SIZES, Candidate, CandidateSet, Group, Recipe, candidate_recipes, quantized_matrices
+from .allocation import GROUP_SIZES, Candidate, CandidateSet, QuantGroup, Recipe, candidate_recipes, quantized_matrices
 from .gptq import OutputFactors, factorize, inverse_cholesky
 from .layer_loader import HookedLinear, run_block
 from .layer_solver import cluster_token_weights
@@ -184,7 +184,7 @@ class Sensitivity:
     kl_costs: Mapping[int, Sequence[float]]
     group_size_factors: Mapping[int, Mapping[int, float]]
 
-    def kl_cost(self, group: Group, block: int) -> float:
+    def kl_cost(self, group: QuantGroup, block: int) -> float:
         """The cost of a group whose rows begin with this block; the nearest measured width and size count."""
         table = self.group_size_factors
         factors = table[min(table, key=lambda width: abs(width - group.bits))]
@@ -314,7 +314,7 @@ class Measurement:
 def _candidates(matrix: Matrix, sensitivity: Sensitivity) -> CandidateSet:
     """Every distinct way to store one matrix."""
     kl_cost = cache(sensitivity.kl_cost)  # recipes share most of their groups
-    seen: dict[tuple[Group, ...], Candidate] = {}
+    seen: dict[tuple[QuantGroup, ...], Candidate] = {}
     for recipe in candidate_recipes():
         groups = recipe.groups(matrix.in_features)
         if groups not in seen:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from exlm import ExlmError, InputError, WorkerLost
 from exlm.batch import Journal, Progress, Row, RowHandler, Rows, read_rows, write_answers
 from exlm.serve import Limits, ModelSpec, load
-from exlm.serve.engine import LoadedModel
+from exlm.serve.engine import ServedModel
 
 from .cluster import ClusterConfig, import_ray
 
@@ -192,8 +192,8 @@ class BatchActor:
     def _run_in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _start(self) -> tuple[LoadedModel, RowHandler]:
-        model = LoadedModel(self._task.spec, self._parts)
+    async def _start(self) -> tuple[ServedModel, RowHandler]:
+        model = ServedModel(self._task.spec, self._parts)
         return model, RowHandler(self._task.sha256, self._task.created, model.info, Limits())
 
     async def _answer_block(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The engine: loaded models, each with its generator, and the streams of their requests' output.
 
-An `Engine` has the models that are loaded and can load others by name. A `LoadedModel` takes a
+An `Engine` has the models that are loaded and can load others by name. A `ServedModel` takes a
 `GenerationRequest` and gives a `RequestStream` of `OutputDelta`s. Nothing here knows HTTP.
 """
 
@@ -76,7 +76,7 @@ class Activity:
         self.events.append((time.time(), event))
 
 
-class LoadedModel:
+class ServedModel:
     """A loaded model with its generator; must be made inside a running event loop."""
 
     def __init__(self, spec: ModelSpec, parts: GeneratorParts) -> None:
@@ -181,7 +181,7 @@ class LoadedModel:
 class RequestStream:
     """The running jobs of one request; gives the deltas of their texts until it is closed."""
 
-    def __init__(self, model: LoadedModel, request: GenerationRequest) -> None:
+    def __init__(self, model: ServedModel, request: GenerationRequest) -> None:
         """Queue the jobs; if one cannot be made, the others are cancelled."""
         self.request = request
         self.finishes: list[FinishInfo] = []
@@ -261,7 +261,7 @@ class Engine:
     ) -> None:
         """Loads nothing yet. Requests of a model that is unloaded get `drain_seconds` to finish."""
         self.specs: Mapping[str, ModelSpec] = {spec.name: spec for spec in specs}
-        self.models: dict[str, LoadedModel] = {}
+        self.models: dict[str, ServedModel] = {}
         self.clock, self.drain_seconds = clock, drain_seconds
         self.started = int(time.time())
         self.last_heartbeat = clock()
@@ -278,7 +278,7 @@ class Engine:
     async def start(self) -> None:
         """Make the generators of the preloaded models."""
         for name, parts in self._preloaded.items():
-            self.models[name] = LoadedModel(self.specs[name], parts)
+            self.models[name] = ServedModel(self.specs[name], parts)
         self._preloaded.clear()
         self._heartbeat_task = asyncio.create_task(self._heartbeat())
 
@@ -290,7 +290,7 @@ class Engine:
         while self.models:
             await self.models.popitem()[1].close()
 
-    def find(self, name: str | None) -> LoadedModel:
+    def find(self, name: str | None) -> ServedModel:
         """A loaded model by name; the first one if `name` is None."""
         if self.draining:
             raise APIError(503, "The server is shutting down.")
@@ -314,7 +314,7 @@ class Engine:
                 return
             try:
                 parts = await asyncio.to_thread(self._loader, spec)
-                self.models[name] = LoadedModel(spec, parts)
+                self.models[name] = ServedModel(spec, parts)
             except ExlmError as error:
                 raise APIError(503, f"{name} cannot be loaded: {error}") from error
 

@@ -466,7 +466,7 @@ MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True)
-class SampledToken:
+class TokenLogprobs:
     """A token, its log probability, and the most likely tokens with theirs."""
 
     text: str
@@ -495,7 +495,7 @@ class OutputDelta:
     """What one result of a job adds to its text; `finish` stands in the last one."""
 
     text: str = ""
-    tokens: tuple[SampledToken, ...] = ()
+    tokens: tuple[TokenLogprobs, ...] = ()
     finish: FinishInfo | None = None
 
 
@@ -505,7 +505,7 @@ def output_delta(result: Mapping[str, Any], request: GenerationRequest) -> Outpu
         return None
     if "error" in result:
         raise result["error"]
-    tokens: tuple[SampledToken, ...] = ()
+    tokens: tuple[TokenLogprobs, ...] = ()
     if request.top_logprobs is not None and "logits" in result:
         tokens = _sampled_tokens(result, request)
     finish = None
@@ -524,7 +524,7 @@ def output_delta(result: Mapping[str, Any], request: GenerationRequest) -> Outpu
     return OutputDelta(text, tokens, finish) if text or tokens or finish else None
 
 
-def _sampled_tokens(result: Mapping[str, Any], request: GenerationRequest) -> tuple[SampledToken, ...]:
+def _sampled_tokens(result: Mapping[str, Any], request: GenerationRequest) -> tuple[TokenLogprobs, ...]:
     """The model's own log probabilities, before any sampler setting."""
     pieces = request.tokenizer.get_id_to_piece_list(include_special_tokens=True)
     logprobs = torch.log_softmax(result["logits"][0].float(), dim=-1)
@@ -537,5 +537,5 @@ def _sampled_tokens(result: Mapping[str, Any], request: GenerationRequest) -> tu
     for row, token_id in enumerate(result["token_ids"][0].tolist()):
         best_row = zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)
         top = tuple((text(one), max(logprob, MIN_LOGPROB)) for one, logprob in best_row)
-        out.append(SampledToken(text(token_id), max(float(logprobs[row, token_id]), MIN_LOGPROB), top))
+        out.append(TokenLogprobs(text(token_id), max(float(logprobs[row, token_id]), MIN_LOGPROB), top))
     return tuple(out)

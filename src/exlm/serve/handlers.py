@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from exlm import Tokenizer
 
 from .chat_prompt import render_chat
-from .engine import Engine, LoadedModel, RequestStream
+from .engine import Engine, RequestStream, ServedModel
 from .errors import APIError
 from .generation import (
     GenerationRequest,
@@ -142,7 +142,7 @@ class RequestHandlers:
             await cancel_on_disconnect(stream.wait_for_first(EARLY_ERROR_SECONDS), request.receive)
             return EventStreamResponse(_stream(writer, stream), stack.pop_all().close, writer.MEDIA_TYPE)
 
-    async def _prepare(self, request: Request, body: OpenAIRequest, model: LoadedModel, salt: str) -> GenerationRequest:
+    async def _prepare(self, request: Request, body: OpenAIRequest, model: ServedModel, salt: str) -> GenerationRequest:
         def work() -> GenerationRequest:
             return to_generation_request(body, model.info, self.limits, salt)
 

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from exlm import Job
 
-from .engine import HEARTBEAT_SECONDS, Engine, LoadedModel, RequestStream
+from .engine import HEARTBEAT_SECONDS, Engine, RequestStream, ServedModel
 from .limits import FairLimiter
 from .schema import StateReply
 
@@ -105,7 +105,7 @@ def engine_state(engine: Engine, limiter: FairLimiter) -> StateReply:
     }
 
 
-def _model_state(model: LoadedModel) -> dict[str, Any]:
+def _model_state(model: ServedModel) -> dict[str, Any]:
     generator = model.generator.generator
     active, pending = generator.active_jobs, generator.pending_jobs
     users = Multiset(page for job in active for sequence in job.sequences for page in {*sequence.pages})

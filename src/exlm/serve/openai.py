@@ -11,7 +11,7 @@ import uuid
 from typing import Any, ClassVar
 
 from .errors import to_api_error
-from .generation import FinishInfo, GenerationRequest, OutputDelta, SampledToken, make_output_parser
+from .generation import FinishInfo, GenerationRequest, OutputDelta, TokenLogprobs, make_output_parser
 from .output_parser import ContentDelta, ReasoningDelta, ResponseEvent, ToolCallArgsDelta, ToolCallStart
 from .responses import EVENT_STREAM, Endpoint, sse_event
 from .schema import (
@@ -55,7 +55,7 @@ class _CompletionChoiceState:
         self.index, self.request = index, request
         self.finish: FinishInfo | None = None
         self._texts = [request.echo[index]] if request.echo else [""]
-        self._tokens: list[tuple[SampledToken, int]] = []  # each with its offset in the text
+        self._tokens: list[tuple[TokenLogprobs, int]] = []  # each with its offset in the text
         self._length = len(self._texts[0])
 
     def start(self) -> CompletionChoice | None:
@@ -72,7 +72,7 @@ class _CompletionChoiceState:
     def body(self) -> CompletionChoice:
         return self._to_choice("".join(self._texts), self._tokens, self.finish)
 
-    def _with_offsets(self, delta: OutputDelta) -> list[tuple[SampledToken, int]]:
+    def _with_offsets(self, delta: OutputDelta) -> list[tuple[TokenLogprobs, int]]:
         """Tokens with their offsets, which stay within the delta's text.
 
         Tokens may stand for more text than a delta shows: a healed token, a hidden special token, the bytes
@@ -85,7 +85,7 @@ class _CompletionChoiceState:
         return out
 
     def _to_choice(
-        self, text: str, tokens: list[tuple[SampledToken, int]], finish: FinishInfo | None
+        self, text: str, tokens: list[tuple[TokenLogprobs, int]], finish: FinishInfo | None
     ) -> CompletionChoice:
         logprobs: CompletionLogprobs | None = None
         if self.request.top_logprobs is not None:
@@ -109,8 +109,8 @@ class _ChatChoiceState:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._tool_calls: list[ToolCallReply] = []
-        self._tokens: list[SampledToken] = []
-        self._unsent_tokens: list[SampledToken] = []
+        self._tokens: list[TokenLogprobs] = []
+        self._unsent_tokens: list[TokenLogprobs] = []
 
     def start(self) -> ChatChunkChoice:
         return self._chunk({"role": "assistant", "content": ""}, None)
@@ -305,14 +305,14 @@ class CompletionWriter(_Writer):
         }
 
 
-def _top_logprobs_with_sampled(token: SampledToken) -> dict[str, float]:
+def _top_logprobs_with_sampled(token: TokenLogprobs) -> dict[str, float]:
     """The most likely tokens by their texts, with the sampled one, as clients look it up there."""
     top = dict(token.top_logprobs)
     top.setdefault(token.text, token.logprob)
     return top
 
 
-def _chat_logprobs(tokens: list[SampledToken]) -> ChatLogprobs:
+def _chat_logprobs(tokens: list[TokenLogprobs]) -> ChatLogprobs:
     entries: list[TokenLogprob] = [
         {
             **_logprob_entry(token.text, token.logprob),
