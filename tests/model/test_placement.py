@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm.errors import DoesNotFit
-from exlm.model.placement import DeviceBudget, ModuleMemory, device_loads, format_bytes, place_modules
+from exlm.model.placement import DeviceBudget, ModuleMemory, budgets_with_modules, format_bytes, place_modules
 
 SMALL = st.integers(0, 12)
 
@@ -50,8 +50,8 @@ def test_a_placement_is_found_if_there_is_one(modules: list[ModuleMemory], capac
     found = place_modules(modules, capacities, "Turn this.")
     assert found in possible
     assert found == min(possible)  # the first devices are filled first
-    loads = device_loads(modules, found, capacities)
-    assert all(load.total <= capacity.usable for load, capacity in zip(loads, capacities, strict=True))
+    budgets = budgets_with_modules(modules, found, capacities)
+    assert all(budget.total <= budget.usable for budget in budgets)
 
 
 @given(MODULES, CAPACITIES, st.integers(0, 3), st.integers(0, 20))

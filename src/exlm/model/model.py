@@ -63,15 +63,15 @@ from .multiprocess import load_parallel
 from .placement import (
     CACHE_REMEDY,
     SPLIT_REMEDY,
-    Budget,
+    MemoryPlan,
     ModuleMemory,
     compute_profile,
-    device_capacities,
-    estimate_budget,
+    device_budgets,
     estimate_modules,
     format_bytes,
     place_modules,
-    split_capacities,
+    plan_memory,
+    split_budgets,
 )
 from .summary import Summary, summarize
 
@@ -252,9 +252,9 @@ class Model:
             modules = estimate_modules(config, source, compute_profile(config, devices), [0] * num_layers)
             if gpu_split:
                 weights = [replace(module, workspace=0) for module in modules]
-                placement = place_modules(weights, split_capacities(devices, gpu_split), SPLIT_REMEDY)
+                placement = place_modules(weights, split_budgets(devices, gpu_split), SPLIT_REMEDY)
             else:
-                placement = place_modules(modules, device_capacities(devices, None), CACHE_REMEDY)
+                placement = place_modules(modules, device_budgets(devices, None), CACHE_REMEDY)
         return (yield from load_modules(config, source, [devices[i] for i in placement], progress))
 
     def _load_with_cache(
@@ -266,7 +266,7 @@ class Model:
         warn_about_unused_layers(config, source)
         profile = compute_profile(config, devices, cache.num_pages * PAGE_SIZE)
         modules = estimate_modules(config, source, profile, cache.layer_bytes())
-        placement = place_modules(modules, device_capacities(devices, reserve_vram), CACHE_REMEDY)
+        placement = place_modules(modules, device_budgets(devices, reserve_vram), CACHE_REMEDY)
         return (yield from load_modules(config, source, [devices[i] for i in placement], progress))
 
     def _load_ranks(self, strategy: str, gpu_split: Sequence[float] | None, progress: LoadProgress) -> LoadSteps:
@@ -329,10 +329,11 @@ class Model:
         cache: type[CacheBase] = Cache,
         memory: Sequence[float] | None = None,
         reserve_vram: int | Sequence[int] | None = None,
-    ) -> Budget:
-        """The memory that the model and a cache of this size would need on each device; loads nothing.
+    ) -> MemoryPlan:
+        """The memory that the model and a cache would need on each device; loads nothing.
 
-        `memory`: GB of each of some hypothetical GPUs, instead of this machine's devices.
+        The cache holds `context` tokens for each of `users` sequences. `memory` has the GB of each of some hypothetical
+        GPUs, which the plan is for instead of this machine's devices.
         """
         for name, count in (("context", context), ("users", users)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -355,7 +356,7 @@ class Model:
                 [num_pages * layer_bytes for layer_bytes in page_bytes],
             )
 
-        return estimate_budget(estimate_at, device_capacities(devices, reserve_vram), context)
+        return plan_memory(estimate_at, device_budgets(devices, reserve_vram), context)
 
     def summary(self) -> Summary:
         """The model's size and formats, from its files' headers."""

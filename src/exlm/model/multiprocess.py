@@ -43,7 +43,7 @@ from .placement import (
     compute_profile,
     estimate_modules,
     format_bytes,
-    split_capacities,
+    split_budgets,
 )
 from .strategies import STRATEGIES, ParallelStrategy, RoleShard
 
@@ -105,7 +105,7 @@ def rank_devices(
     check_gpu_split(gpu_split)
     if len(device_infos) == 1 and device_infos[0].device.type == "cpu":
         device_infos = [device_infos[0]] * len(gpu_split)
-    budgets = split_capacities(device_infos, gpu_split)
+    budgets = split_budgets(device_infos, gpu_split)
     chosen = [i for i, gb in enumerate(gpu_split[: len(budgets)]) if gb]
     return [device_infos[i] for i in chosen], [budgets[i] for i in chosen]
 

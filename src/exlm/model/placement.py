@@ -40,7 +40,7 @@ DEFAULT_RESERVE = 192 << 20, 64 << 20
 """Bytes left free by default on the first device and on each other one."""
 
 ROPE_TABLE_DIVISOR = 4
-"""RoPE tables may take free memory / ROPE_TABLE_DIVISOR of a device: a cache of that length takes more."""
+"""RoPE tables may take 1 / ROPE_TABLE_DIVISOR of a device's free memory: a cache of the same length takes more."""
 
 UNCHECKED_ROPE_BYTES = 1 << 28
 """RoPE tables up to this size are not checked; less than two million positions of a common model."""
@@ -91,7 +91,7 @@ class DeviceBudget:
 
 
 def place_modules(modules: Sequence[ModuleMemory], devices: Sequence[DeviceBudget], remedy: str) -> list[int]:
-    """Each module's device number; each of the empty devices is filled before the next is used.
+    """The index of each module's device. `devices` are budgets without modules; each is filled before the next is used.
 
     This finds a placement whenever there is one. If there is none, the error says what does not fit and
     gives the `remedy`.
@@ -112,10 +112,10 @@ def place_modules(modules: Sequence[ModuleMemory], devices: Sequence[DeviceBudge
     return placement
 
 
-def device_loads(
+def budgets_with_modules(
     modules: Sequence[ModuleMemory], placement: Sequence[int], devices: Sequence[DeviceBudget]
 ) -> list[DeviceBudget]:
-    """The devices with the modules of a placement."""
+    """The budgets after each module of a placement is added to its device's."""
     out = list(devices)
     for module, index in zip(modules, placement, strict=True):
         out[index] = out[index].with_module(module, has_first=index == placement[0])
@@ -126,7 +126,7 @@ def _does_not_fit(
     modules: Sequence[ModuleMemory], placed: Sequence[int], devices: Sequence[DeviceBudget], remedy: str
 ) -> DoesNotFit:
     missing = modules[len(placed)]
-    together = device_loads(modules, [0] * len(modules), devices[:1])[0]
+    together = budgets_with_modules(modules, [0] * len(modules), devices[:1])[0]
     available = ", ".join(f"{device.name} {format_bytes(device.usable)}" for device in devices)
     return DoesNotFit(
         f"Insufficient memory for model and cache: {len(placed)} of {len(modules)} modules fit, "
@@ -151,8 +151,8 @@ class ComputeProfile:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What a model would need on each device, whether it fits, and the longest possible context."""
+class MemoryPlan:
+    """The result of `Model.plan`: memory needed on each device, whether it fits, and the longest context that does."""
 
     devices: tuple[DeviceBudget, ...]
     fits: bool
@@ -213,8 +213,8 @@ def estimate_modules(
     return modules
 
 
-def device_capacities(device_infos: Sequence[DeviceInfo], reserve: int | Sequence[int] | None) -> list[DeviceBudget]:
-    """The devices, empty, with their free memory less what is reserved."""
+def device_budgets(device_infos: Sequence[DeviceInfo], reserve: int | Sequence[int] | None) -> list[DeviceBudget]:
+    """Each device's budget without modules: its free memory less what is reserved is usable."""
     numbers = reserve if isinstance(reserve, list | tuple) else [0 if reserve is None else reserve]
     if not all(isinstance(number, int | float) and 0 <= number < 1 << 50 for number in numbers):
         raise InputError(
@@ -232,8 +232,8 @@ def device_capacities(device_infos: Sequence[DeviceInfo], reserve: int | Sequenc
     ]
 
 
-def split_capacities(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[float]) -> list[DeviceBudget]:
-    """The devices, each with the GB that `gpu_split` gives for weights."""
+def split_budgets(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[float]) -> list[DeviceBudget]:
+    """Each device's budget without modules: the GB of weights that `gpu_split` gives it are usable."""
     check_gpu_split(gpu_split)
     numbers = numbers_for_devices("gpu_split", gpu_split, device_infos)
     if not any(numbers):
@@ -277,9 +277,9 @@ def check_gpu_split(gpu_split: object) -> None:
     )
 
 
-def estimate_budget(
+def plan_memory(
     estimate_at: Callable[[int], list[ModuleMemory]], devices: Sequence[DeviceBudget], context: int
-) -> Budget:
+) -> MemoryPlan:
     """Each device's memory for a context, and the longest context that would fit.
 
     `estimate_at`: tokens of each sequence → each module's memory.
@@ -300,7 +300,7 @@ def estimate_budget(
     if placement is None:  # the last device takes everything that does not fit
         total = sum(module.weights + module.cache + module.workspace + module.shared for module in modules)
         placement = place_modules(modules, [*devices[:-1], replace(devices[-1], usable=total)], "")
-    return Budget(tuple(device_loads(modules, placement, devices)), fits, context, low * PAGE_SIZE, problem)
+    return MemoryPlan(tuple(budgets_with_modules(modules, placement, devices)), fits, context, low * PAGE_SIZE, problem)
 
 
 def _matrix_bytes(source: WeightSource, matrix: Matrix, item_bytes: int) -> tuple[int, bool]:
