@@ -1,4 +1,4 @@
-"""Parts that nearly every family shares: attention, norm, MLP, decoder, windows and fused tensors."""
+"""Parts of the spec that nearly every family shares: attention, norm, MLP, decoder, windows, fused tensors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def resolve_head_dim(c: ConfigReader, heads: int, default: int | None = None) ->
 
 
 def norm(c: ConfigReader, *keys: str, **changes: Any) -> spec.Norm:
-    """RMSNorm, or with the given fields changed; `keys` are where the family keeps its eps."""
+    """RMSNorm with the given fields changed; `keys` are the config.json keys of its eps in this family."""
     names = keys or ("rms_norm_eps",)
     eps = c.real(*names, default=1e-5 if keys else 1e-6)
     if eps < 0:
@@ -114,7 +114,7 @@ def moe(c: ConfigReader, **changes: Any) -> spec.Moe:
 
 
 def layer_windows(c: ConfigReader, depth: int, is_windowed: Callable[[int], bool]) -> list[int | None]:
-    """The sliding window of each layer: by `layer_types` if the file has them, else by the family's rule."""
+    """The sliding window of each layer: by `layer_types` if the file has it, else by `is_windowed(layer)`."""
     size = c.integer("sliding_window", "sliding_window_size", default=None)
     if not size:
         return [None] * depth
@@ -136,7 +136,7 @@ def layer_windows(c: ConfigReader, depth: int, is_windowed: Callable[[int], bool
 
 
 def qwen_layer_windows(c: ConfigReader, depth: int) -> list[int | None]:
-    """Qwen's rule: off unless `use_sliding_window`, and then only from layer `max_window_layers` on."""
+    """Qwen's windows: none unless `use_sliding_window`; with it, in the layers from `max_window_layers` on."""
     if not c.flag("use_sliding_window", default=False):
         return [None] * depth
     first = c.integer("max_window_layers", default=28)

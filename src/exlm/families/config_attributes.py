@@ -35,7 +35,7 @@ class LanguageModelParams:
     mlp_act_func: str
     parallel_decoder_blocks: bool  # attention and MLP read the same input
     swa: bool  # every layer has a sliding window
-    alternating_swa: bool  # some have
+    alternating_swa: bool  # some layers have a sliding window, others have none
     residual_stream_fp32: bool
     mrope: bool  # positions in three planes
 
@@ -49,12 +49,12 @@ class ArchParams:
 
     @property
     def requires_bos(self) -> bool:
-        """Where programs of 2024 look for it."""
+        """`lm.requires_bos`, under the name that exllamav2 had in 2024."""
         return self.lm.requires_bos
 
 
 class ConfigAttributes:
-    """Read-only attributes of a model; where layers differ, the first layer's, unless one says otherwise."""
+    """Read-only attributes of a model; an attribute that differs by layer is the first layer's, unless it says else."""
 
     @property
     @abstractmethod
@@ -195,7 +195,7 @@ class ConfigAttributes:
 
     @property
     def sliding_window_pattern(self) -> int:
-        """Every so many layers one has full attention; 1 without such a pattern."""
+        """n if exactly every n-th layer has full attention and the others a window; 1 without such a pattern."""
         full_attention = [i + 1 for i, layer in enumerate(self.spec.layers) if layer.attn.window is None]
         if not full_attention or not self.sliding_window:
             return 1

@@ -54,10 +54,10 @@ class ConfigReader:
             raise ConfigError(f"{source}: text_config must be an object, found {type(text_config).__name__}.")
         self._text_config: Mapping[str, Any] = text_config or {}
 
-    def with_missing_keys(self, defaults: Mapping[str, Any]) -> ConfigReader:
-        """A reader with missing keys of `text_config` set, or of the top level if there is no `text_config`.
+    def with_missing_keys_filled(self, defaults: Mapping[str, Any]) -> ConfigReader:
+        """A reader with missing keys of `text_config` added, or of the top level if there is no `text_config`.
 
-        A key that is null stays null: null can mean that a feature is off.
+        Unlike with `with_defaults`, a key that is null stays null: null can mean that a feature is off.
         """
         if not self._text_config:
             return ConfigReader({**defaults, **self._config}, self.source, self._defaults)

@@ -49,7 +49,7 @@ def gemmoe(c: ConfigReader) -> spec.Model:
 
 def gemma2(c: ConfigReader) -> spec.Model:
     """A sliding window in every other layer, norms before and after, softcaps on scores and logits."""
-    c = c.with_missing_keys(SOFTCAP_DEFAULTS).with_defaults(sliding_window=4096)
+    c = c.with_missing_keys_filled(SOFTCAP_DEFAULTS).with_defaults(sliding_window=4096)
     n, depth = norm(c, offset=1.0), c.num_layers()
     sizes = layer_windows(c, depth, lambda i: i % 2 == 0)
 

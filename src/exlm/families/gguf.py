@@ -75,7 +75,7 @@ class GgufConfigReader:
         return found
 
     def optional_size(self, key: str) -> int | None:
-        """The same, or None if it is absent or zero."""
+        """A whole number, or None if it is absent or zero; a list must have the same number for every layer."""
         value = self.get(key)
         if isinstance(value, list) and value:
             if value.count(value[0]) != len(value):
@@ -127,12 +127,12 @@ class GgufConfigReader:
 def _common_keys(k: GgufConfigReader, tensors: Collection[str]) -> dict[str, Any]:
     """The keys that every architecture has."""
     head_dim, value = k.head_dim, k.optional_size("attention.value_length")
-    width = k.optional_size if k.arch == "qwen3moe" else k.size  # its experts have a key of their own
+    read_width = k.optional_size if k.arch == "qwen3moe" else k.size  # its experts' width has its own key
     if value is not None and value != head_dim:
         raise k.invalid_value("attention.value_length", f"{head_dim}, as wide as keys", value)
     return {
         "hidden_size": k.size("embedding_length"),
-        "intermediate_size": width("feed_forward_length"),
+        "intermediate_size": read_width("feed_forward_length"),
         "num_hidden_layers": k.size("block_count"),
         "num_attention_heads": k.size("attention.head_count"),
         "num_key_value_heads": k.optional_size("attention.head_count_kv"),

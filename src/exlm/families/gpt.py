@@ -37,8 +37,8 @@ def starcoder2(c: ConfigReader) -> spec.Model:
     """GPT-2 with RoPE."""
     bias = c.flag("use_bias", default=True)
     n = norm(c, "norm_epsilon", "layer_norm_epsilon", kind="layer", bias=True)
-    block = mlp(c, gated=False, bias=bias, act=activation(c, "hidden_act", default="gelu_pytorch_tanh"))
-    layer = spec.Layer(attention(c, qkv_bias=bias, out_bias=bias), block, n, n)
+    plain_mlp = mlp(c, gated=False, bias=bias, act=activation(c, "hidden_act", default="gelu_pytorch_tanh"))
+    layer = spec.Layer(attention(c, qkv_bias=bias, out_bias=bias), plain_mlp, n, n)
     names = TensorNames().with_locations(
         mlp__up=TensorLocation(LAYER_PREFIX + "mlp.c_fc"), mlp__down=TensorLocation(LAYER_PREFIX + "mlp.c_proj")
     )
@@ -52,7 +52,7 @@ def _gpt(c: ConfigReader, kv_heads: int, *, transposed: bool) -> spec.Model:
     attn = attention(c, rope=None, kv_heads=kv_heads, qkv_bias=True, out_bias=True)
     if not c.flag("scale_attn_weights", default=True):
         attn = replace(attn, scale=1.0)
-    block = mlp(
+    plain_mlp = mlp(
         c,
         width=c.size("n_inner", "intermediate_size", default=4 * hidden),
         gated=False,
@@ -69,6 +69,6 @@ def _gpt(c: ConfigReader, kv_heads: int, *, transposed: bool) -> spec.Model:
     )
     scale_by_layer = c.flag("scale_attn_by_inverse_layer_idx", default=False)
     scales = [attn.scale / (i + 1 if scale_by_layer else 1) for i in range(c.num_layers())]
-    layers = [spec.Layer(replace(attn, scale=scale), block, n, n) for scale in scales]
+    layers = [spec.Layer(replace(attn, scale=scale), plain_mlp, n, n) for scale in scales]
     embed = spec.Embed(learned_positions=max_positions(c))
     return decoder(c, layers, final_norm=n, tied=True, names=names, embed=embed)

@@ -112,12 +112,12 @@ def glm4(c: ConfigReader) -> spec.Model:
     bias = c.flag("attention_bias", default=True)
     attn = attention(c, qkv_bias=bias, out_bias=False)
     attn = replace(attn, rope=rope(c, attn.head_dim, style="gptj", rotary_fraction=0.5))
-    block = mlp(c)
+    gated_mlp = mlp(c)
     names = TensorNames().with_locations(
         attn_post=TensorLocation(LAYER_PREFIX + "post_self_attn_layernorm"),
         mlp_norm=TensorLocation(LAYER_PREFIX + "post_attention_layernorm"),
         mlp_post=TensorLocation(LAYER_PREFIX + "post_mlp_layernorm"),
-        **fused_gate_up(block.width),
+        **fused_gate_up(gated_mlp.width),
     )
-    layer = spec.Layer(attn, block, n, n, attn_post=n, mlp_post=n)
+    layer = spec.Layer(attn, gated_mlp, n, n, attn_post=n, mlp_post=n)
     return decoder(c, [layer] * c.num_layers(), names=names)

@@ -75,7 +75,7 @@ def pixtral(c: ConfigReader) -> spec.Model:
     if kind not in {"mistral", "llama"}:
         raise c.invalid_value("text_config.model_type", '"mistral" or "llama"', kind)
     defaults = LLAMA_DEFAULTS if kind == "llama" else MISTRAL_DEFAULTS
-    nested = c.with_missing_keys(defaults) if c.nested("text_config") else c
+    nested = c.with_missing_keys_filled(defaults) if c.nested("text_config") else c
     return replace(mistral(nested), names=TensorNames(key_renames=LANGUAGE_MODEL_PREFIXES))
 
 

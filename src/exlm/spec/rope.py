@@ -21,7 +21,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class DynamicNtkScaling:
-    """Dynamic NTK: a larger base where the configured length exceeds `original_max_positions`."""
+    """Dynamic NTK: a larger base if the configured length exceeds `original_max_positions`."""
 
     factor: float
     original_max_positions: int
@@ -41,7 +41,8 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN: high frequencies kept, low ones divided by `factor`, and a linear ramp between.
 
-    The betas bound the ramp: full rotations of a dimension within `original_max_positions`.
+    A frequency is on the ramp if it makes between `beta_slow` and `beta_fast` full rotations within
+    `original_max_positions`.
     """
 
     factor: float
@@ -49,7 +50,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0  # sin and cos are multiplied by it
-    truncate: bool = True  # round the ramp's ends to whole frequencies
+    truncate: bool = True  # round the ramp's ends to whole indices of frequencies
 
     @staticmethod
     def mscale(factor: float, weight: float = 1.0) -> float:
@@ -64,9 +65,9 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE: each frequency divided by its own factor, short or long as the configured length is.
+    """LongRoPE: each frequency divided by its own factor.
 
-    The long ones apply where it exceeds `original_max_positions`.
+    `long_factors` apply if the configured length exceeds `original_max_positions`, else `short_factors`.
     """
 
     short_factors: tuple[float, ...]
