@@ -1,4 +1,4 @@
-"""The arguments of a forward pass: tensors for what varies by step, ints for what the host must know."""
+"""The arguments of a forward pass: tensors that differ at every step, and integers that the host reads."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class GateUpThenActivation(FusedLinear):
 
 
 class UnfusedQkv:
-    """The products of a fused q, k and v projection."""
+    """q, k and v by the matrices of a fused projection, without the norm that it fuses before them."""
 
     def __init__(self, qkv: FusedLinear) -> None:
         self.qkv = qkv
@@ -60,7 +60,7 @@ class UnfusedQkv:
 
 
 class UnfusedGateUpMlp:
-    """A gated MLP with the products of a fused gate and up projection."""
+    """A gated MLP by the matrices of a fused gate and up projection, without the norm and activation it fuses."""
 
     def __init__(self, mlp: GatedMlp, gate_up: FusedLinear) -> None:
         self.mlp, self.gate_up = mlp, gate_up
@@ -81,13 +81,14 @@ class FusedMlp(NamedTuple):
 class FusedBlock:
     """A `Block` with fused projections.
 
-    Few tokens run the fused projections, or the whole layer as one if they fit together. Many tokens run the
-    block with `unfused` products, and batches with LoRAs the block itself. The fused projections do not see a
-    module that is replaced: `Decoder.replace` puts the block back in this one's place.
+    A batch of few tokens runs through the fused projections, or through one kernel for the whole layer if the
+    backend has one (`fused_layer`). A batch of many tokens runs through the block with `unfused` products, a batch
+    with LoRAs through the block itself. The fused projections would ignore the replacement of a module, so
+    `Decoder.replace` first puts the block back in this one's place.
     """
 
     def __init__(self, block: Block, qkv: FusedLinear, o: FusedLinear, mlp: FusedMlp | None, max_tokens: int) -> None:
-        """`max_tokens` of a batch run fused; without `mlp` (MoE) the block's own MLP runs."""
+        """Batches of at most `max_tokens` run fused; without `mlp` (MoE) the block's own MLP runs."""
         self.block = block
         self.qkv, self.o, self.fused_mlp = qkv, o, mlp
         self.max_tokens = max_tokens
@@ -129,7 +130,7 @@ class FusedBlock:
         return x, None
 
     def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
-        """Store keys and values only. Few tokens run the whole layer, which takes hardly longer."""
+        """Store keys and values only. A batch of few tokens runs the whole layer, which takes hardly longer."""
         if batch.ids.numel() > FUSE_MAX_TOKENS or self._block_for(batch) is not None:
             (self.block if batch.adapters else self._unfused_block).fill_kv(x, pending_residual, batch, kv)
         else:
@@ -199,7 +200,7 @@ def fuse_block_stack(blocks: Sequence[BlockLike]) -> FusedBlockStack | None:
 
 
 def chain_fused_layers(blocks: Sequence[BlockLike]) -> None:
-    """Let each block that runs as one write its output as the next one's kernels read it."""
+    """Have each whole-layer kernel also write its output in the form that the next layer's kernel reads."""
     for block, following in pairwise(blocks):
         if not isinstance(block, FusedBlock) or not isinstance(following, FusedBlock):
             continue
