@@ -1,7 +1,7 @@
 """The KV cache: keys and values of all layers in pages on the devices, as floats or quantised.
 
 A cache takes a model's layer shapes and devices, gives each layer's pages to attention kernels, and copies
-pages for the generator, which decides whose page is whose. `model`, `generator`, `parallel` and `legacy`
+pages for the generator, which decides which sequence has which page. `model`, `generator`, `parallel` and `legacy`
 import it.
 """
 

@@ -67,9 +67,9 @@ class CacheOwner(Protocol):
 
 
 class LayerViews(list[Tensor]):
-    """Views of what each layer stores, (batch, tokens, …). A tensor assigned to one is copied into it.
+    """Views of what each layer stores, (batch, tokens, …). A tensor that is assigned to an item is copied into it.
 
-    It may have fewer tokens than the layer's capacity, such as one that was saved before.
+    The tensor may have fewer tokens than the view: then it is copied to the first tokens.
     """
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ class CacheBase(ABC):
 
     @property
     def head_dim(self) -> int | list[int]:
-        """Numbers of a head; a list of each layer's, if layers differ."""
+        """Elements of a head; a list of each layer's, if layers differ."""
         return _one_or_list([shape.head_dim for shape in self.layer_shapes])
 
     @property
@@ -227,12 +227,12 @@ class CacheBase(ABC):
         return [tensor for layer in self.layers for tensor in layer.tensors]
 
     def layer_bytes(self) -> list[int]:
-        """Bytes of each layer, also before allocation."""
+        """Bytes of each layer's pages, known before they are allocated."""
         layers = [self._make_layer(shape, torch.device("meta")) for shape in self.layer_shapes]
         return [sum(tensor.nbytes for tensor in layer.tensors) for layer in layers]
 
     def footprint(self) -> list[int]:
-        """Bytes on each device, in the order the devices appear."""
+        """Bytes of the allocated tensors on each device, in the order of the layers' devices."""
         sums: dict[torch.device, int] = {}
         for tensor in self.all_tensors():
             sums[tensor.device] = sums.get(tensor.device, 0) + tensor.nbytes
@@ -265,9 +265,11 @@ class CacheBase(ABC):
 
     @property
     def last_writer(self) -> object:
-        """The runner that wrote to the pages last; None if `forward` or a method of the cache did, or none.
+        """The runner that wrote to the pages last; None if `Model.forward` or a method of the cache wrote last.
 
-        A weak reference: runners refer to their cache, and a cycle would keep both and the weights in memory.
+        It is None, too, before the first write. If the runner no longer exists, this is its dead weak reference,
+        which equals no runner. The cache refers to the runner weakly: the runner refers to the cache, and a
+        cycle would keep both and the weights in memory.
         """
         return None if self._last_writer is None else (self._last_writer() or self._last_writer)
 

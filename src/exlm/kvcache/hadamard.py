@@ -5,7 +5,7 @@ codes are defined bit for bit, with float16 rounding after every step, so that k
 these functions. They work on vectors, (…, D) for the D numbers of a token, not on pages.
 
 Float16 ends at 65504, and dequantising passes through sums of 32 times the result, which saturate: a
-number beyond ±2047 comes back smaller and its group less exact, but none becomes infinite.
+number beyond ±2047 is dequantised to a smaller one and its group less exactly, but none becomes infinite.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def to_float16_saturating(x: Tensor) -> Tensor:
 
 
 def num_interleaved(size: int) -> int:
-    """Interleaved transforms: two (even and odd places of 64 numbers) if the size allows, else one."""
+    """How many Hadamard transforms of 32 numbers are interleaved in a vector of `size` numbers: two or one.
+
+    Two transform the numbers at even and odd places of each 64; a size that is no multiple of 64 has one.
+    """
     return 2 if size % (2 * GROUP_SIZE) == 0 else 1
 
 

@@ -15,7 +15,7 @@ from .hadamard import GROUP_SIZE
 from .layer import PAGE_SIZE, CacheLayer, LayerShape, empty_pages, new_token_positions, slot_mapping
 
 MAX_DEQUANTIZED_NUMBERS = 1 << 22
-"""Numbers dequantised at a time, if that is at least a page of each row."""
+"""Most numbers that are dequantised at a time; one page of each row is, even if it has more."""
 
 
 class KVQuantizer(Protocol):
