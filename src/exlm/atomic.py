@@ -20,18 +20,18 @@ from pathlib import Path
 from .errors import CheckpointError, InputError
 
 MODEL_SUBFOLDERS = ("additional_chat_templates", ".cache")
-"""Folders that a model folder may hold; with any other in it, it is not replaced."""
+"""Folders that a model folder may hold; a folder that holds any other is not overwritten."""
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
-"""What flock answers on file systems without locks."""
+"""Errors of flock on file systems without locks."""
 
 
 @contextmanager
 def atomic_file(target: Path, temp: Path | None = None, *, sync_folder: bool = False) -> Iterator[Path]:
     """A temporary path to write to, which is synced and renamed to `target` when the block ends.
 
-    `temp` is on the same file system; it is `target` with the suffix .partial if left out, which only one
-    process at a time may use. With `sync_folder` the rename survives a power cut too.
+    `temp` must be on the file system of `target`. If it is left out, it is `target` with the suffix .partial, and
+    only one process at a time may write this target. With `sync_folder` the rename survives a power cut too.
     """
     temp = target.with_name(target.name + ".partial") if temp is None else temp
     try:
@@ -47,13 +47,13 @@ def atomic_file(target: Path, temp: Path | None = None, *, sync_folder: bool = F
 
 
 def sync_file(path: Path) -> None:
-    """Have the disk hold what was written to a file."""
+    """Flush what was written to a file to the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def sync_dir(folder: Path) -> None:
-    """Have the disk hold the names of a folder, where the system can do that."""
+    """Flush the names in a folder to the disk, where the system can do that."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -66,7 +66,7 @@ def sync_dir(folder: Path) -> None:
 def atomic_dir(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder to fill, which becomes `target` when the block ends without an error.
 
-    With `overwrite` it replaces a folder that is there, which is then deleted.
+    With `overwrite` it replaces an existing `target`, which is then deleted.
     """
     missing = [path for path in target.parents if not path.exists()]
     temp_dir, lock = None, None
@@ -176,7 +176,7 @@ def lock_dir(folder: Path) -> int | None:
 
 
 def _try_lock_dir(folder: Path) -> int | None:
-    """The same; None also if another process holds the lock."""
+    """`lock_dir`, but None also if another process holds the lock or the folder cannot be opened."""
     try:
         return lock_dir(folder)
     except OSError:

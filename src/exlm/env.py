@@ -1,4 +1,4 @@
-"""Environment variables: the only module that reads them, and for oneDNN's writes one.
+"""Reads environment variables, as the only module of exlm, and sets one of oneDNN's.
 
 Every value is read when it is asked for, never at import, and nothing is cached. Options that a user sets in
 code are in `Config`.
@@ -119,11 +119,12 @@ def detect_amx(cpuinfo: str) -> AmxSupport:
 
 
 def cap_onednn_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> OnednnIsaCap:
-    """Keep oneDNN off AMX that CPUID does not describe, where a bfloat16 product would kill the process (SIGILL).
+    """Limit oneDNN to instructions below AMX if the CPU shows AMX's flag but CPUID does not describe AMX.
 
-    Only a call before torch's first operation takes effect. A caller that cannot know reads `capped`: if this
-    call was the one that set the variable, it may have come too late, and oneDNN must be off for bfloat16 as
-    well. A value of ONEDNN_MAX_CPU_ISA that is already there is left alone.
+    There, a bfloat16 product with AMX would end the process (SIGILL). A value of ONEDNN_MAX_CPU_ISA that is
+    already there is left alone. The limit takes effect only if torch has computed nothing before. A caller that
+    does not know whether it has reads `capped`: if this call set the variable, it may have come too late, and the
+    caller must disable oneDNN for bfloat16 as well.
     """
     try:
         amx = detect_amx(cpuinfo.read_text(encoding="utf-8", errors="replace"))

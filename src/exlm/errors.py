@@ -132,7 +132,7 @@ class Unsupported(ExlmError, RuntimeError):
 
 
 def shown(value: object) -> str:
-    """A value from a file, fit for a message: escaped, short, and however deep it is nested."""
+    """A value from a file as text for a message: escaped, and cut to 80 characters, also if it is nested deeply."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 80
     said = short.repr(value)

@@ -1,4 +1,4 @@
-"""Turns the many errors for too little memory into `DoesNotFit`.
+"""Turns the different errors that mean too little memory into `DoesNotFit`.
 
 Python raises MemoryError, system calls an OSError with ENOMEM, torch a RuntimeError with one of several
 texts, starting a thread another RuntimeError. Libraries written in Rust and C++ end the process instead;

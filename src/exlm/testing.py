@@ -35,7 +35,8 @@ class ScriptedRunner:
 
     A row stands for the salt and all ids up to its own, so that reading a row that does not belong to the
     sequence (wrong page, stale page, bad copy, row never written) fails. `prefill_lengths`,
-    `copied_row_counts` and `decode_batch_sizes` have one entry for each such call.
+    `copied_row_counts` and `decode_batch_sizes` have one entry for each such call. `wrap_scores` converts the
+    scores that `decode` returns for a sequence, one list for each token, to a tensor for example.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class ScriptedRunner:
         self.copied_row_counts: list[int] = []
         self.decode_batch_sizes: list[int] = []
         self._rows: list[list[int]] = [[-1] * page_size for _ in range(num_pages)]
-        self._prefixes: list[tuple[int, int | bytes]] = []  # by prefix number: the shorter prefix's number, the last id
+        # By prefix number: the number of the prefix without its last id, and that id.
+        self._prefixes: list[tuple[int, int | bytes]] = []
         self._prefix_numbers: dict[tuple[int, int | bytes], int] = {}
 
     def copy_pages(self, copies: Iterable[tuple[int, int, int]]) -> None:
