@@ -1,4 +1,4 @@
-"""A PEFT adapter's files: the configuration, the model matrices its module names stand for, and its tensors.
+"""A PEFT adapter's files: its configuration, its tensors, and the model matrices that its module names mean.
 
 The reader checks both files against the model and refuses what it cannot apply.
 """
@@ -27,7 +27,7 @@ from ..spec.tensor_names import RowRange
 MAX_CONFIG_BYTES = 32 * 2**20
 
 MAX_PATTERN_COST = 4_000_000
-"""Most that all patterns of a table may cost; one costs 100 ** (number of its repetition operators)."""
+"""Limit of the summed costs of a table's patterns; a pattern costs 100 ** (its number of repetition operators)."""
 
 MERGE_ADVICE = "Merge it into the model with PEFT (merge_and_unload), save that, and load the result."
 
@@ -60,7 +60,7 @@ class LoraWeights(NamedTuple):
         return (F.linear(x, self.down) * scale) @ self.up
 
     def lookup(self, ids: Tensor, scale: float) -> Tensor:
-        """The same for one-hot vectors of token ids: (tokens,) → (tokens, out_features)."""
+        """x · A · B · scale for the one-hot vectors x of token ids: (tokens,) → (tokens, out_features)."""
         return (self.down[:, ids].T * scale) @ self.up
 
     def shard(self, dim: int, start: int, stop: int) -> LoraWeights:

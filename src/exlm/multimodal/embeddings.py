@@ -32,8 +32,8 @@ class MMEmbedding:
 
     `embeddings` is (length, hidden_size), scaled like the model's residual stream; it is copied. `thw_grid`
     (frames, rows and columns of patches, which may be merged k by k) gives an image its positions in models
-    with M-RoPE; the first `pre_tokens` and last `post_tokens` vectors are text around the image. Ids are
-    unique in the process: prompts share cached pages of the same object, but not of an equal one.
+    with M-RoPE; the first `pre_tokens` and last `post_tokens` vectors are text around the image. Each
+    object has ids that no other in the process has, so prompts share cached pages only if they use the same object.
     """
 
     _next_id: ClassVar[int] = EMBEDDING_INDEX

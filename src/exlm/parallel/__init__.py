@@ -1,4 +1,4 @@
-"""One model in several processes, as far as it needs no loader: shards, collectives, messages, processes.
+"""The parts of running one model in several processes that need no loader: shards, collectives, messages.
 
 `shard` computes each rank's part of every matrix and reads it, `modules` combine the ranks' outputs, `comm`
 has collectives and messages, `workers` starts, controls and stops the processes. `model` imports it for

@@ -1,6 +1,6 @@
 """Tensor-parallel modules: each wraps one module of a rank's shard and combines the ranks' outputs.
 
-They stay outermost: whatever replaces a module later (a LoRA) replaces the inner one.
+They stay outermost: a module that is replaced later, as by a LoRA, is replaced inside of them.
 """
 
 from __future__ import annotations

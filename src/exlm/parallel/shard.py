@@ -54,7 +54,7 @@ def aligned_ranges(length: int, size: int) -> list[Range]:
 
 
 def split_evenly(count: int, parts: int) -> list[Range]:
-    """`count` in consecutive ranges, the first ones longer by one where it does not divide."""
+    """`count` in `parts` consecutive ranges; if it does not divide evenly, the first ones are longer by one."""
     starts = [count // parts * p + min(p, count % parts) for p in range(parts)]
     return list(zip(starts, [*starts[1:], count], strict=True))
 
@@ -120,7 +120,8 @@ def check_shardable(model: spec.Model, size: int) -> None:
         qk = layer.attn.qk_norm
         if qk is not None and qk.scope == "all" and qk.norm.kind != "rms":
             raise Unsupported(
-                f"Layer {i} takes the mean of all heads together, which a rank that has some cannot. {remedy}"
+                f"Layer {i} needs the mean of all heads together (LayerNorm), which a rank with only some of them "
+                f"cannot compute. {remedy}"
             )
 
 
