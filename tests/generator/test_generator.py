@@ -412,7 +412,7 @@ def test_a_generator_does_not_keep_the_weights_of_an_unloaded_model(fixtures_dir
     gc.collect()
     assert weights() is None
     for _ in range(2):
-        with pytest.raises(NotLoaded, match="The model was unloaded, and this generator went with it"):
+        with pytest.raises(NotLoaded, match="The model was unloaded, so this generator cannot continue"):
             greedy(generator, PROMPTS[0])
     assert generator.num_remaining_jobs() == 0
     model.load()

@@ -20,7 +20,7 @@ from ..nn import Batch
 ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 MIN_PAGES = 4
-"""Smallest page table of a graph: more pages cost a short text nothing, another graph costs its capture."""
+"""Pages in the smallest page table of a graph: unused pages cost nothing, one more graph costs its capture."""
 
 MAX_TOKENS_PER_ROW = 16  # new tokens of a row: drafts, not prompts
 

@@ -20,7 +20,7 @@ from ..nn import Batch, LoraRef, VectorSpan
 from ..nn.batch import Outputs
 
 EMBED_HERE = "{{EMBED_HERE}}"
-"""The place in a prompt of vectors that have no alias."""
+"""Marks the place in a prompt of vectors that were given as a bare tensor, which has no alias."""
 
 
 @dataclass(frozen=True, eq=False)

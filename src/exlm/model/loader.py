@@ -40,7 +40,7 @@ ProgressCallback = Callable[[int, int], object]
 """(modules loaded, modules in all) → anything."""
 
 ProgressGenerator = Callable[[int, int], Iterator[Any]]
-"""The same; the loader yields what it yields."""
+"""(modules loaded, modules in all) → an iterator, whose items the loader yields."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,10 @@ class LoadedModel:
 
 
 class Warmup:
-    """One token through embedding, head and sampler, in a thread while layers load; leaving waits for it.
+    """Runs one token through embedding, head and sampler, in a thread while layers load; leaving waits for it.
 
     On a GPU, libraries are loaded and kernels compiled at first use. Embedding and head are loaded first, so
-    one token does most of that before a user waits for it. Errors are only logged: they occur again on real
-    use.
+    this token causes most of that while the layers load. Errors are only logged: they occur again on real use.
     """
 
     def __init__(self) -> None:
@@ -157,7 +156,7 @@ def _run_ignoring_errors(decoder: Decoder, device: torch.device, stream: torch.c
 
 
 def run_one_token(decoder: Decoder, device: torch.device) -> int:
-    """The greedy token after token 0, for a model without layers."""
+    """Run token 0 through embedding, head and sampler of a decoder without layers; returns the greedy token."""
     zeros = torch.zeros(1, 1, dtype=torch.int64, device=device)
     batch = Batch(
         ids=zeros,

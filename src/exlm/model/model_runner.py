@@ -32,7 +32,9 @@ class UnloadedDecoder:
     """Replaces the decoder of an unloaded model."""
 
     def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
-        raise NotLoaded("The model was unloaded, and this generator went with it: load the model, make a new one.")
+        raise NotLoaded(
+            "The model was unloaded, so this generator cannot continue: load the model, make a new generator."
+        )
 
 
 class PagedSequence(Protocol):

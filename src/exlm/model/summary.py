@@ -1,4 +1,4 @@
-"""A model's size, formats and backends, from its files' headers and one small matrix of each format."""
+"""A model's size, formats and backends, from its files' headers and the smallest matrix of each format."""
 
 from __future__ import annotations
 
