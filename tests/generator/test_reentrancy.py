@@ -121,5 +121,5 @@ def test_a_hook_that_steps_its_own_generator_is_refused(generator: Generator, ru
     generator.enqueue([job, other])
     last = {result["job"]: result for result in finish(generator) if result["eos"]}
     assert isinstance(last[job]["error"], InputError)
-    assert "asks the generator that waits for it" in str(last[job]["error"])
+    assert "called the generator during its step" in str(last[job]["error"])
     assert last[other]["eos_reason"] == "max_new_tokens"

@@ -259,7 +259,7 @@ def test_a_nested_call_fails_its_own_job_and_leaves_nothing(generator: Generator
 
     bad, good = make_job("abc", 5, settings=settings_with_hook(nested)), make_job("bcd", 5)
     last = {result["job"]: result for result in streaming_results(run(generator, bad, good)) if result["eos"]}
-    assert "asks the generator that waits for it" in str(last[bad]["error"])
+    assert "called the generator during its step" in str(last[bad]["error"])
     assert good.full_completion == "efghi"
     assert set(last) == {bad, good}
     assert generator.pages.num_free_pages == generator.pages.num_pages

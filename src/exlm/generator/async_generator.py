@@ -34,7 +34,7 @@ class AsyncGenerator:
     def enqueue(self, job: AsyncJob) -> None:
         """Do nothing, for exllamav2 scripts: a job is queued when it is created."""
         if job.generator is not self:
-            raise InputError("This job was made for another generator, which has it: make one for this.")
+            raise InputError("This job belongs to another generator, which has queued it: create a job for this one.")
 
     async def cancel(self, job: AsyncJob) -> None:
         """Drop a job and end its iteration; does nothing for a finished one."""

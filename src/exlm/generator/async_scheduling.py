@@ -30,7 +30,7 @@ class InFlightDecode:
     def take(self, jobs: Sequence[Job]) -> Any:
         """Logits of the pass in flight, a job's at its `batch_row`; None if it ran other jobs or tokens.
 
-        Pages need not be compared: a page that is not full belongs to one sequence.
+        Pages need not be compared: the pass writes to a page that is not full, and such a page belongs to one sequence.
         """
         logits, self._logits = self._logits, None
         if logits is None or (jobs != self._jobs and not self._contains_all(jobs)):

@@ -384,7 +384,8 @@ class EngineCore:
     def _stop(self, job: Job, action: Stop) -> StreamingResult:
         job.emitted_texts.append(action.text)
         job.final_held_text = action.held_text
-        emitted, held = (job.take_pending_tokens(action.num_tokens), job.take_pending_tokens(len(job.pending_tokens)))
+        emitted = job.take_pending_tokens(action.num_tokens)
+        held = job.take_pending_tokens(len(job.pending_tokens))
         self._finish(job)
         return stop_result(job, action, emitted, held)
 

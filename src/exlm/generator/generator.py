@@ -20,7 +20,7 @@ from .speculative import Drafter, ModelDrafter, NgramDrafter
 from .validation import (
     GENERATE_ARGUMENTS,
     argument_names,
-    cache_tokens,
+    cache_capacity,
     check_components,
     drop_unknown,
     materialize,
@@ -98,7 +98,7 @@ class Generator:
         self.max_batch_size = rows if paged else 1
         self.max_seq_len = resolve_max_seq_len(max_seq_len, model.max_seq_len)
         self.max_chunk_size = resolve_chunk_size(max_chunk_size, model.config.max_input_len, self.page_size, paged)
-        self.max_total_tokens = cache_tokens(cache)
+        self.max_total_tokens = cache_capacity(cache)
         self.max_pages = self.max_total_tokens // self.page_size
         self.max_queue = None if max_queue is None else whole_number("max_queue", max_queue, 1)
         drafter = self._make_drafter(use_ngram_draft, max_ngram)
@@ -228,8 +228,9 @@ class Generator:
         with self.lock:  # held by the thread that runs the step
             if self._in_step:
                 raise InputError(
-                    f"A hook or a filter asks the {public_name} that waits for it: make another {public_name} for "
-                    "that, or ask later. It may enqueue and cancel jobs."
+                    f"A hook or a filter called the {public_name} during its step, which waits for that hook or "
+                    f"filter: call it after the step, or use another {public_name}. Only enqueueing and cancelling "
+                    "jobs is allowed here."
                 )
 
     def max_sequence_length(self, num_sequences: int = 1) -> int:

@@ -74,10 +74,10 @@ class Job:
     """A request for a completion; single-use.
 
     `input_ids` is a (1, n) tensor of ids in system memory, or a pair of them for classifier-free guidance.
-    Everything else is as in `Generator.generate`, but for the following. At most `max_skips` younger jobs start
-    before one that does not fit yet, None for any number. Results have the tokens, logits and probabilities that
-    `return_…` ask for, and the `identifier`. Later changes of `gen_settings`' fields take effect at the
-    next token, except for hooks, which are fixed when the job is enqueued. Before `min_new_tokens`, stop
+    Everything else is as in `Generator.generate`, but for the following. While the job does not fit,
+    at most `max_skips` younger ones start before it, None for any number. Results have the tokens, logits and
+    probabilities that `return_…` request, and the `identifier`. Later changes of `gen_settings`' fields take effect
+    at the next token, except for hooks, which are fixed when the job is enqueued. Before `min_new_tokens`, stop
     tokens are not sampled, but a filter may end the text. Jobs with different `salt`, such as those of
     different tenants, never share cached pages. `embeddings` are the `MMEmbedding` objects whose ids the
     prompt contains; they disable speculative decoding, and so does `speculative=False`. `loras` are the

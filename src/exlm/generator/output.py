@@ -18,7 +18,7 @@ from ..tokenizer.detokenizer import Detokenizer
 from .stop_strings import Match, StopStringBuffer, StringMatcher, StringMatches
 
 MAX_BANNED_RETRIES = 8
-"""How often a token may be rejected at one position; it comes again only if all others are excluded."""
+"""How often a token may be rejected at one position: it is sampled there again only if all others are excluded."""
 
 StopReason = Literal["stop_token", "stop_string", "max_new_tokens", "end_filter"]
 """Why a job ends by itself."""
@@ -217,7 +217,7 @@ class OutputProcessor:
         return Stop("stop_token", buffer.text, tokens, text, 1, token)
 
     def _action_for_match(self, found: StringMatches) -> Stop | Rewind | None:
-        """What a completed string means; of a stop string and a banned one, the first hides the other."""
+        """What a completed string means; of a stop string and a banned one, only the first to start counts."""
         buffer = self._buffer
         stop = buffer.first_stop(found)
         if found.banned is not None and (stop is None or buffer.offset_of_banned(found.banned) <= stop.offset):

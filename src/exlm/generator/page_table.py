@@ -69,7 +69,7 @@ class PageTable:
         self.reset()
 
     def reset(self) -> None:
-        """Empty all pages; sequences that had some have none any more."""
+        """Empty all pages; no sequence may use its pages any more."""
         pages = [Page(index) for index in range(self.num_pages)]
         free = OrderedDict((page.index, page) for page in pages)  # least recently used first
         by_hash: dict[bytes, Page] = {}

@@ -42,11 +42,9 @@ class AdaptiveDraftLength:
 
     def num_draft_tokens(self, num_generated: int, num_left: int) -> int:
         """How many tokens to draft after `num_generated` tokens, at most `num_left`."""
-        return (
-            0
-            if num_generated < self._paused_until
-            else round_draft_length(min(self._length, num_left), self.max_tokens)
-        )
+        if num_generated < self._paused_until:
+            return 0
+        return round_draft_length(min(self._length, num_left), self.max_tokens)
 
     def update(self, num_accepted: int, num_drafted: int, num_generated: int) -> None:
         """Adapt to a verified draft."""
@@ -100,14 +98,14 @@ class NgramIndex:
 
     def __init__(self, longest: int, ids: Sequence[int] = ()) -> None:
         """Index `ids`; only tokens that are added later can be removed again."""
-        self.base = len(ids)
-        """The number of leading tokens that cannot be removed; `match` is None until another one is added."""
+        self.num_permanent = len(ids)
+        """How many leading tokens cannot be removed; `match` is None until another one is added."""
         self.length = len(ids)
         """How many tokens are indexed."""
         self._ends: list[dict[int, int]] = []
         """For each n: the end of an n-gram's latest occurrence, by its key."""
         self._earlier = array("i")
-        """For each token beyond `base` and each n: the end of the previous occurrence of its n-gram."""
+        """For each token beyond `num_permanent` and each n: the end of the previous occurrence of its n-gram."""
         keys = list(ids)
         for size in range(1, longest + 1):
             if size > 1:  # the newest token is in the highest bits
@@ -116,7 +114,7 @@ class NgramIndex:
 
     @property
     def match(self) -> int | None:
-        """Where the longest n-gram at the sequence's end that occurred before ended the last time; None if none did."""
+        """Where the longest n-gram at the sequence's end last ended before; None if none occurred before."""
         for end in reversed(self._earlier[-len(self._ends) :]):
             if end != ABSENT:
                 return end
@@ -137,7 +135,7 @@ class NgramIndex:
         self.length = max(self.length, len(ids))
 
     def truncate(self, ids: Sequence[int], length: int) -> None:
-        """Remove the tokens of `ids` from position `length` on, all of them beyond `base`."""
+        """Remove the tokens of `ids` from position `length` on, all of them beyond `num_permanent`."""
         longest = len(self._ends)
         for end in range(self.length, length, -1):
             key, start = 0, end
@@ -182,7 +180,7 @@ class NgramDrafter:
     def truncate(self, sequence: TokenSequence, length: int) -> None:
         """Drop the index entries of the ids from there on."""
         index = self._indexes.get(id(sequence))
-        if index is not None and index.base < length and index.length <= len(sequence.ids):
+        if index is not None and index.num_permanent < length and index.length <= len(sequence.ids):
             index.truncate(sequence.ids, length)
         else:
             self.release(sequence)

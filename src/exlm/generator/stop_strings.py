@@ -14,7 +14,7 @@ from ..tokenizer.vocab import REPLACEMENT
 
 
 class _ScanState(NamedTuple):
-    """The state of the search between two tokens; of the cursors' lengths only differences matter."""
+    """The state of the search between two tokens; a cursor's `length` is read only relative to another state's."""
 
     at_char_boundary: bool  # no character is incomplete
     visible: MatcherCursor  # search for stop strings in the visible text
@@ -104,7 +104,7 @@ class StopStringBuffer:
         if special_text or state.with_special.state != state.visible.state:
             with_special, special_match = self._stop_strings.scan(state.with_special, special_text + text)
         else:  # equal states and equal texts have equal successors
-            with_special, special_match = (MatcherCursor(state.with_special.length + len(text), visible.state), None)
+            with_special, special_match = MatcherCursor(state.with_special.length + len(text), visible.state), None
         casefolded, banned = state.casefolded, None
         self._tokens.append(_HeldToken(token_id, text, special_text, state, self._detokenizer_checkpoint))
         if self.can_rewind:
@@ -164,13 +164,11 @@ class StopStringBuffer:
     def _with_num_releasable(self, index: int, state: _ScanState) -> _ScanState:
         """`state`, the search before the token at `index`, with its `num_releasable`.
 
-        A rewind makes matches possible again that the removed tokens had ruled out. So the earliest position
-        that a rewind may reach decides: a match that is open later was open there as well.
+        After a rewind, matches are possible again that the removed tokens had ruled out. So the number is that of the
+        earliest position to which a rewind may go back: every match that is still open here is open there as well.
         """
-        visible, with_special = (
-            self._stop_strings.num_final(state.visible),
-            self._stop_strings.num_final(state.with_special),
-        )
+        visible = self._stop_strings.num_final(state.visible)
+        with_special = self._stop_strings.num_final(state.with_special)
         casefolded = self._banned_strings.num_final(state.casefolded)
         count, before = index, state
         while self.can_rewind and not (before.at_char_boundary and before.casefolded.length <= casefolded):

@@ -1,9 +1,9 @@
 """Checks and conversions of arguments: unknown names, prompts, stop conditions, numbers within their bounds.
 
 The archived exllamav2 accepted and ignored any name. Here an unknown argument of a job or a generator is an
-error, and an unknown argument of `generate()` and the other calls of old scripts a warning. An argument that
-only another call has is an error if it would change the text. `generate()`'s own arguments, if given to a
-job, and a job's, if given to the generator, never had an effect there: that is a warning.
+error, and an unknown argument of `generate()` and the other calls of old scripts a warning. An argument of
+another call is an error if it would change the text (`REPLACEMENTS`). It is a warning where exllamav2 never used
+it: an argument of `generate()` given to a job, or one of a job given to the generator.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ def resolve_chunk_size(requested: int | None, limit: int, page_size: int, paged:
     return count
 
 
-def cache_tokens(cache: Any) -> int:
-    """How many tokens fit into a cache, in full pages."""
+def cache_capacity(cache: Any) -> int:
+    """How many tokens fit into a cache; refuses one that is not a single row of full pages."""
     if cache.batch_size != 1:
         raise InputError(f"Generator requires a cache with batch_size = 1, found {cache.batch_size}.")
     if cache.max_seq_len % cache.page_size:
