@@ -192,15 +192,15 @@ def _cached_params(compiled: CompiledSettings, device: torch.device) -> BatchPar
 class Candidates:
     """Probabilities `p` (rows, k) and token `ids` (rows, k); ids None if a column is a token.
 
-    A probability of 0 means excluded. `is_sorted` says that p descended, and ids ascended among equals,
-    before steps that exclude tokens or change probabilities.
+    A probability of 0 means excluded. With `is_sorted` the columns are in the order that p had when it was
+    computed: descending, and among equals by ascending id.
     """
 
     p: Tensor
     ids: Tensor | None
     is_sorted: bool
     original: tuple[Tensor, Tensor | None] | None = None
-    """`p` and `ids` before a step that reshaped the probabilities, if its state needs to know them."""
+    """`p` and `ids` before a step that reshaped the probabilities, if its state depends on them."""
 
     def sort_descending(self) -> None:
         """Sort by probability, the most probable first, unless it is sorted."""
@@ -257,8 +257,8 @@ def all_candidates_in_chunks(
         yield members, all_candidates(x if len(members) == len(x) else x[members], compiled, params)
 
 
-def floor_needs_total(compiled: CompiledSettings) -> bool:
-    """Whether the floor is a probability, which takes the sum over all tokens; min-p's is a part of the largest."""
+def is_floor_of_total(compiled: CompiledSettings) -> bool:
+    """Whether the floor is a fraction of the sum over all tokens; that of min-p is one of the largest probability."""
     earlier = STEPS_BY_STAGE["candidates"][: STEPS_BY_STAGE["candidates"].index("min_p")]
     return "min_p" not in compiled.probs_steps or bool(compiled.probs_steps & {*earlier})
 
@@ -266,11 +266,11 @@ def floor_needs_total(compiled: CompiledSettings) -> bool:
 def log_prob_floor(compiled: CompiledSettings, width: int, mu: float | None) -> float:
     """The logarithm of a probability below which every token is excluded; -inf if there is none.
 
-    It is relative to the sum of all tokens if `floor_needs_total`, else to the most probable token. Dropping
+    It is relative to the sum of all tokens if `is_floor_of_total`, else to the most probable token. Dropping
     what lies below must not change what the steps decide about the rest: top-p would exclude it, as its sum is
     less than 1 - p, and no earlier step sums over it. `mu` is mirostat's target.
     """
-    if not floor_needs_total(compiled):
+    if not is_floor_of_total(compiled):
         return math.log(compiled.params["min_p"])
     for step in STEPS_BY_STAGE["candidates"]:
         if step not in compiled.probs_steps:
@@ -291,10 +291,10 @@ def candidates_above_floor(
 ) -> Iterator[tuple[list[int], Candidates]]:
     """The tokens of each row above its floor, rows with similarly many together; for the CPU.
 
-    The rows must agree on `floor_needs_total`.
+    The rows must agree on `is_floor_of_total`.
     """
     top = maxima.amax(-1, keepdim=True)
-    total = params.block_prob_sums(x, top).sum(-1, keepdim=True) if floor_needs_total(compiled_rows[0]) else None
+    total = params.block_prob_sums(x, top).sum(-1, keepdim=True) if is_floor_of_total(compiled_rows[0]) else None
     log_ratios = torch.tensor(floors, dtype=torch.float64).unsqueeze(1)
     min_logit = top - params.logit_distance(log_ratios if total is None else log_ratios + total.log())
     rows, selected = list(range(len(x))), x
@@ -324,7 +324,7 @@ def candidates_above_floor(
 
 @dataclass
 class DrawnTokens:
-    """Each row's token and its probability (rows,), and its top tokens and theirs (rows, num_top) or None."""
+    """Tokens and their probabilities (rows,); top tokens and their probabilities (rows, num_top), or None."""
 
     tokens: Tensor
     probs: Tensor

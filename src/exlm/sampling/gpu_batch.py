@@ -26,7 +26,7 @@ from ..kernels.launch import raw_stream
 from ..kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
 from ..sampler_chain import STATEFUL_STEPS
 from .candidates import DrawnRows, DrawnTokens
-from .gpu_buffers import HostTokens, OutputBuffer, StagingRing
+from .gpu_buffers import WORD_BYTES, HostTokens, OutputBuffer, StagingRing
 from .gpu_kernels import (
     KernelOutput,
     SamplingKernels,
@@ -44,7 +44,6 @@ POSITION_OFFSET, MU_OFFSET = HEADER_OFFSETS["seed"] + 1, HEADER_OFFSETS["mu"]
 BLOCKED_OFFSET, DECAY_OFFSET, ALLOWED_OFFSET = (HEADER_OFFSETS[name] for name in ("blocked", "decaying", "allowed"))
 ENTERED_OFFSET, LEFT_OFFSET = HEADER_OFFSETS["token_counts"] + 2, HEADER_OFFSETS["token_counts"] + 3
 NEW_COUNT_OFFSET = HEADER_OFFSETS["new_counts"] + 1
-WORD_BYTES = 8
 LAST_ITEM = itemgetter(-1)
 
 MIN_COUNTS_CAPACITY = 256
@@ -226,7 +225,7 @@ class RequestCache:
                 request.sync_history()
         for request in requests:
             state = request.state
-            # The lists on the device of a state follow one row: another row of it gets its own.
+            # The device lists of a state follow one row; a second row with the same state gets others.
             cached = None if state in used_states else self._requests.get(state)
             if cached is None or cached.version_stamps != stamps_of(request) or not cached.is_unchanged(request):
                 cached = self._build(request, cached)
@@ -237,7 +236,7 @@ class RequestCache:
         return found
 
     def _build(self, request: SamplingRequest, previous: CachedRequest | None) -> CachedRequest:
-        """Of a request; what was cached for the same text before lends its lists on the device."""
+        """What is cached of a request; it takes over the device lists of `previous` if the text is the same."""
         settings, state = request.settings, request.state
         compiled = settings.compiled()
         seed, rewind_count = state.philox_words()
@@ -415,7 +414,7 @@ class MuWriter:
     def _address_of(self, mus: Tensor) -> int:
         if mus.device != self._device:
             mus = mus.to(self._device, non_blocking=True)
-        self._keep_alive.append(mus)  # it must live until it was read
+        self._keep_alive.append(mus)  # until the kernels have read it
         return mus.data_ptr()
 
     def after_launch(self, positions: Sequence[int], mus: Tensor) -> None:

@@ -50,7 +50,7 @@ def variant_of(compiled: CompiledSettings, width: int, num_top: int) -> Sampling
         full_vocab, all_steps = True, not compiled.probs_steps <= THRESHOLD_STEPS
         thresholds = THRESHOLD_STEPS
         if compiled.probs_steps & STEPS_BEFORE_MIROSTAT:
-            thresholds -= {"mirostat"}  # it limits what they leave, not what they read
+            thresholds -= {"mirostat"}  # it comes after them, so it does not limit what they read
         if all_steps and not compiled.probs_steps & thresholds:
             return None  # those steps work on few candidates, and no threshold limits them
         num_sorted = max(num_top, GATHER_SIZE // 2 if all_steps else 0)

@@ -197,9 +197,9 @@ class DryRule:
 class _SuffixNode:
     """A node of the trie: one sequence of tokens, with the ascending positions at which it ends.
 
-    Children are the sequences that are longer by one token in front. Searches create them: of the first
-    `num_in_children` positions the children know already. The tokens after the first `num_counted` positions
-    are counted, if no truncation came since (`truncation_count`).
+    Children are the sequences that are longer by one token in front. Searches create them, from the first
+    `num_in_children` positions so far. `next_counts` counts the tokens after the first `num_counted` positions; a
+    truncation of the text (`truncation_count`) makes it invalid.
     """
 
     __slots__ = ("children", "end_positions", "next_counts", "num_counted", "num_in_children", "truncation_count")

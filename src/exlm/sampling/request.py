@@ -2,8 +2,8 @@
 
 A `SamplingRequest` asks for one token of one text. It names the settings, and the `SamplerState` of the job:
 the text so far, its random numbers, the states of stateful steps and the tokens that repeat. Every job has
-its own `SamplerState`, so settings may be shared. It follows the job's text: tokens that were appended are
-taken over when they are needed, and `truncate` takes them back.
+its own `SamplerState`, so settings may be shared. `accept` or `sync_history` appends the job's new tokens to it,
+and `truncate` removes them after a rewind.
 
 A row that cannot be sampled does not affect the others: its token in the `SamplerOutput` is a negative number
 that says what is wrong, so the host need not wait for the device to find out.
@@ -36,7 +36,7 @@ class StepState:
         self.records: list[StateRecord] = []
         """By ascending position; always the same list, changed by the methods below alone."""
         self.initial: float | None = None
-        """The state before the first token, if it is not the step's own."""
+        """The state before the first token; None for the initial state that the step defines."""
 
     def latest(self) -> float | None:
         """The state now; None before the first token."""

@@ -97,8 +97,10 @@ class Sampler:
         """`launch`, and wait for the tokens."""
         return self.launch(logits, requests).wait()
 
-    def resample(self, x: Tensor, requests: Sequence[SamplingRequest], rows: list[int], num_top: int) -> DrawnTokens:
-        """Choose again for some rows of a batch, from its logits (rows, vocab) after CFG, with torch."""
+    def resample_with_torch(
+        self, x: Tensor, requests: Sequence[SamplingRequest], rows: list[int], num_top: int
+    ) -> DrawnTokens:
+        """Draw again for rows with too many candidates for their kernel, from logits (rows, vocab) after CFG."""
         with torch.no_grad():
             return self._sample_with_torch(x[rows], [requests[row] for row in rows], num_top)
 
@@ -224,7 +226,7 @@ class PendingOutput:
     def _resample(self, rows: list[int]) -> list[int]:
         assert self.saved_logits is not None
         drawn, num_top = self._drawn, 0 if self._drawn.top_tokens is None else self._drawn.top_tokens.shape[1]
-        again = self._sampler.resample(self.saved_logits, self._requests, rows, num_top)
+        again = self._sampler.resample_with_torch(self.saved_logits, self._requests, rows, num_top)
         drawn.tokens[rows], drawn.probs[rows] = again.tokens, again.probs
         if drawn.top_tokens is not None and again.top_tokens is not None:
             drawn.top_tokens[rows] = again.top_tokens
@@ -333,14 +335,14 @@ def _draw_group(x: Tensor, group: RowGroup, num_top: int) -> list[DrawnRows]:
 
 
 def update_states(group: RowGroup, c: Candidates | None, drawn: DrawnTokens) -> None:
-    """Let drawn tokens move the states of stateful steps; greedy rows have no candidates."""
+    """Update the states of stateful steps after the drawn tokens; greedy rows have no candidates."""
     for step in group.stateful_steps:
         probs = drawn.probs.double().unsqueeze(1)
         group.record_state(step, STATE_UPDATES[step](c, drawn.tokens.unsqueeze(1), probs, group))
 
 
 def _mark_failures(top: Tensor, tokens: Tensor) -> Tensor:
-    """Tokens, negative where the largest logit of a row (rows,) says that there is nothing to choose."""
+    """The tokens, with a failure code (negative) where the largest logit of a row (rows,) is not finite."""
     if top.device.type == "cpu" and math.isfinite(sum(top.tolist())):
         return tokens
     tokens = torch.where(top == -torch.inf, NO_TOKEN_ALLOWED, tokens)

@@ -221,11 +221,11 @@ class Settings:
 
 
 SETTING_NAMES = tuple(item.name for item in dataclasses.fields(Settings))
-IGNORED_FIELDS = ("token_repetition_penalty_max",)  # the library before the archived one had it
+IGNORED_FIELDS = ("token_repetition_penalty_max",)  # a field of exllama, the library before exllamav2
 
 
 def _vocab_size(tokenizer: PieceLookup) -> int:
-    """Ids that a model can give: its own, which may be more than the tokenizer has pieces for."""
+    """How many ids the model has, which may be more than the tokenizer has pieces for."""
     config_size = getattr(getattr(tokenizer, "config", None), "vocab_size", None)
     return max(tokenizer.get_vocab_size(), config_size or 0)
 

@@ -3,8 +3,8 @@
 A step works on all rows of a `RowGroup`, and changes those that are `active` (rows, 1), or all. A step on logits
 changes them in place. A step on candidates leaves at least one token in every row. A step on the draw changes
 the uniform numbers. A stateful step has a second function, which gives its state after the drawn tokens. Top-k
-comes before all these, when candidates are found. Thresholds are inclusive, and met by whatever float32 logits
-cannot tell from them.
+comes before all these, when candidates are found. Thresholds are inclusive, with a tolerance for the rounding of
+float32 logits (THRESHOLD_TOLERANCE).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..kernels.sampling_layout import BLOCKED_LOGIT, GREEDY_BELOW_TEMPERATURE, TFS_MIN_PROB, THRESHOLD_TOLERANCE
 from ..sampler_chain import STATEFUL_STEPS
-from .candidates import STEPS_NEEDING_SORT, Candidates, batch_params, floor_needs_total, log_prob_floor
+from .candidates import STEPS_NEEDING_SORT, Candidates, batch_params, is_floor_of_total, log_prob_floor
 from .logits_processors import NO_EDITS, LogitsEdits
 from .request import SamplingRequest
 from .settings import CompiledSettings
@@ -97,7 +97,7 @@ def _search_for(
     elif not compiled.probs_steps:
         kind = "unfiltered"
     elif floor > -math.inf:
-        kind = "floor_of_total" if floor_needs_total(compiled) else "floor_of_max"
+        kind = "floor_of_total" if is_floor_of_total(compiled) else "floor_of_max"
     is_full = kind == "full_vocab"
     sorts_vocab = is_full and bool(compiled.probs_steps & STEPS_NEEDING_SORT)
     return floor, GroupKey(kind, edited, sorts_vocab, is_full and "typical" in compiled.probs_steps)
@@ -194,7 +194,9 @@ def min_p(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
 
 
 def tfs(c: Candidates, group: RowGroup, active: Tensor | None) -> None:
-    """Tokens before the tail, which begins where the curve of sorted probabilities has spent its curvature.
+    """Tail-free sampling: tokens before the tail, which begins where the curvature sums to more than tfs of its total.
+
+    Curvature is the absolute second difference of the sorted probabilities.
 
     Tokens below 1e-8 go in any case; with fewer than three left, or on a straight line, there is no tail.
     """
