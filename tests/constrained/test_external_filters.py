@@ -267,7 +267,7 @@ def test_a_filter_that_prepares_no_mask_is_named(letters: Codec) -> None:
 
     stack = FilterStack([Unready(None, letters, [3])], letters)
     stack.begin()
-    with pytest.raises(InputError, match="Unready promises to mask logits"):
+    with pytest.raises(InputError, match="Unready can mask logits, but"):
         stack.allowed()
 
 

@@ -147,7 +147,7 @@ class ByteDfa:
                     stack.append(state)
         for text in texts:
             if self._end_state(text) not in reached:
-                raise InputError(f"The vocabulary has no tokens that spell {text!r}, so it cannot be asked for.")
+                raise InputError(f"The vocabulary has no tokens that spell {text!r}, so the model cannot write it.")
 
     def _end_state(self, text: str) -> DfaState:
         state = self.root

@@ -275,7 +275,9 @@ class _ExternalFilter:
     def _mask_from_logits(self) -> FilterMask:
         with self._wrap_errors("prepare_logit_mask"):
             if not self._filter.prepare_logit_mask():
-                raise InputError(f"The filter {self.name} promises to mask logits, but did not prepare to.")
+                raise InputError(
+                    f"The filter {self.name} can mask logits, but its prepare_logit_mask() returned False."
+                )
         with self._wrap_errors("mask_logits", passed_through=RuntimeError):
             logits = self._filter.mask_logits(torch.zeros(self._width, dtype=torch.float))
             is_allowed = ~torch.isneginf(logits.reshape(-1))
