@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm import InputError
-from exlm.legacy.arguments import id_lists, pad_left, strip_padding
+from exlm.legacy.arguments import id_lists, strip_padding
+from exlm.tokenizer.tokenizer import pad_left
 
 PAD = 99
 
@@ -66,8 +67,8 @@ def test_a_mask_made_by_the_padding_id_may_hide_it_in_prompts_too() -> None:
         (torch.tensor([[1, 2]]), None, torch.tensor([1]), "minus the padding"),
         (torch.tensor([[1, 2]]), None, torch.tensor([-2]), "minus the padding"),
         (torch.tensor([[1, 2]]), None, torch.tensor([0, 0]), "minus the padding"),
-        (torch.tensor([[1, 2]]), torch.tensor([[True, True]]), torch.tensor([-1]), "speak of"),
-        (torch.tensor([[1, 2]]), torch.tensor([[False, False]]), torch.tensor([-1]), "speak of"),
+        (torch.tensor([[1, 2]]), torch.tensor([[True, True]]), torch.tensor([-1]), "position_offsets are minus"),
+        (torch.tensor([[1, 2]]), torch.tensor([[False, False]]), torch.tensor([-1]), "position_offsets are minus"),
     ],
 )
 def test_inconsistent_masks_are_refused(ids: object, mask: object, offsets: object, said: str) -> None:

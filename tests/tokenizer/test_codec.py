@@ -170,12 +170,12 @@ def test_text_after_an_alias_is_a_continuation() -> None:
 
 
 def test_special_token_texts_for_chat_templates() -> None:
-    assert codec(ConfigTokenIds(bos=0, eos=2)).special_token_texts() == {
+    assert codec(ConfigTokenIds(bos=0, eos=2)).texts_by_role() == {
         "bos_token": "<|endoftext|>",
         "eos_token": "<|im_end|>",
     }
     named = {"bos_token": None, "pad_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    assert codec(ConfigTokenIds(bos=1, eos=0), token_by_role=named).special_token_texts() == {
+    assert codec(ConfigTokenIds(bos=1, eos=0), token_by_role=named).texts_by_role() == {
         "pad_token": "<|endoftext|>",
         "eos_token": "<|im_end|>",
     }

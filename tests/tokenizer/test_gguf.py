@@ -211,7 +211,7 @@ def test_token_roles_and_flags_are_read() -> None:
     )
     ours = codec(metadata)
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == (1, 2, 0)
-    assert ours.special_token_texts() == {
+    assert ours.texts_by_role() == {
         "bos_token": "<|im_start|>",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
@@ -306,7 +306,7 @@ def test_unsigned_minus_one_means_no_token(kind: Callable[..., dict[str, Any]]) 
     keys = ("bos_token_id", "eos_token_id", "padding_token_id", "seperator_token_id")
     ours = codec(kind(**dict.fromkeys(keys, 2**32 - 1)))
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == (None, None, -1)
-    assert "pad_token" not in ours.special_token_texts()
+    assert "pad_token" not in ours.texts_by_role()
 
 
 def test_a_padding_that_the_vocabulary_does_not_have_is_none() -> None:

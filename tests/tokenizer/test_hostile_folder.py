@@ -263,7 +263,7 @@ def tried(folder: Path) -> bool:
     try:
         made = Tokenizer(Config(folder), lazy_init=False)
         made.encode(["abc", "a<s>"], add_bos=True, add_eos=True, encode_special_tokens=True)
-        made.codec.special_token_texts()
+        made.codec.texts_by_role()
     except ExlmError as error:
         str(error).encode()
         return False

@@ -1,4 +1,4 @@
-"""An import hook for modules that only give other modules' objects other names, as a table lists them.
+"""An import hook for alias modules, which hold objects of other modules under other names, as a table lists them.
 
 `install` makes the modules importable; each runs the source text that `AliasTable.source` writes.
 hatch_build.py writes the same texts as files into wheels, because type checkers, bundlers and editors look

@@ -24,13 +24,6 @@ class TruncationWarning(UserWarning):
     """A prompt was truncated from the left to leave room for the completion; the message says by how much."""
 
 
-def pad_left(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """Rows of ids as one tensor (rows, longest), padded on the left."""
-    longest = max(map(len, rows), default=0)
-    table = [[pad] * (longest - len(row)) + list(row) for row in rows]
-    return torch.tensor(table, dtype=torch.long).reshape(len(rows), longest)
-
-
 def id_lists(ids: Tensor | Sequence[int]) -> list[list[int]]:
     """Rows of ids as lists, from a tensor or a list of one row or several."""
     try:
@@ -88,7 +81,7 @@ def _check_mask_matches_offsets(ids: Tensor, visible: Tensor, padding: list[int]
     shows_padding = any(bool(row[:count].any()) for row, count in zip(visible, padding, strict=True))
     if shows_padding or len(set(ids[~visible.to(ids.device)].tolist())) > 1:
         hidden = (~visible).sum(1).tolist()
-        raise InputError(f"input_mask hides {hidden} tokens, but position_offsets speak of {padding}.")
+        raise InputError(f"input_mask hides {hidden} tokens, but position_offsets are minus {padding}.")
 
 
 def _padding_from_mask(visible: Tensor) -> list[int]:

@@ -28,7 +28,8 @@ from ..kvcache import CacheBase
 from ..model import Model
 from ..sampling import SamplingRequest, Settings
 from ..tokenizer import Tokenizer
-from .arguments import TruncationWarning, embed_in_ids, embed_in_texts, filter_arguments, pad_left
+from ..tokenizer.tokenizer import pad_left
+from .arguments import TruncationWarning, embed_in_ids, embed_in_texts, filter_arguments
 
 TOKENS_PER_ROW = 8  # the batch has one row for this many tokens of `max_input_len`
 
@@ -138,7 +139,7 @@ class BaseGenerator:
 
     def _run(self, jobs: list[LegacyJob]) -> list[str | None]:
         """Run jobs until all end or an abort; their completions, None for a job that has no token yet."""
-        self._claim_cache()
+        self._reset_cache()
         prompt_lengths = [len(job.sequences[0]) for job in jobs]
         reasons: dict[int, str] = {}
         try:
@@ -189,8 +190,8 @@ class BaseGenerator:
     def _runner(self) -> ModelRunner:
         return self.model.runner(self.cache)
 
-    def _claim_cache(self) -> None:
-        """Free all pages of the cache for new jobs: other callers may have written to it."""
+    def _reset_cache(self) -> None:
+        """Drop all jobs and the contents of the cache: other callers may have written to it."""
         self._engine.clear()
         self._engine.page_table.clear_prefix_cache()
         self.cache.current_seq_len = 0
@@ -230,7 +231,7 @@ class BaseGenerator:
 
         `input_embeddings` (rows, n, hidden) replace the ids from 10⁹ on.
         """
-        self._claim_cache()
+        self._reset_cache()
         ids, embeddings = embed_in_ids(self.model, input_embeddings, input_ids)
         self._sequence_rows = ids.tolist()
         if ids.shape[1] > 1:

@@ -129,7 +129,7 @@ class StreamingGenerator(BaseGenerator):
         """
         drop_unknown("begin_stream_ex()", unknown, argument_names(self.begin_stream_ex))
         if input_embeddings is not None and self.draft_model is not None:
-            raise InputError("Can not use input embeddings with draft model, which knows nothing of them.")
+            raise InputError("Can not use input embeddings with draft model, which takes only tokens.")
         ids, embeddings = embed_in_ids(self.model, input_embeddings, input_ids)
         rows = strip_padding(ids, input_mask, position_offsets)
         filter_options = filter_arguments(gen_settings, filters, filter_prefer_eos)
@@ -320,8 +320,8 @@ class StreamingGenerator(BaseGenerator):
         self._sequence_rows = [sequence.ids[: sequence.num_computed_tokens] for sequence in job.sequences]
         self._engine.cancel(job)
 
-    def _claim_cache(self) -> None:
-        super()._claim_cache()
+    def _reset_cache(self) -> None:
+        super()._reset_cache()
         self._job, self._runner.draft = None, None
 
     def _next_chunk(self, job: StreamJob) -> Chunk:

@@ -32,7 +32,7 @@ GGUF_TEMPLATE_KEY = "tokenizer.chat_template"
 
 PROBE_TEXT = "What is this?"
 PROBE_PARTS = ({"type": "text", "text": PROBE_TEXT},)
-_MENTIONS_TEXT_KEY = re.compile(r"""['"]text['"]""")  # templates that read content parts do; few others do
+_MENTIONS_TEXT_KEY = re.compile(r"""['"]text['"]""")  # as templates that read content parts do, and few others
 
 
 Affixes = tuple[str, str]

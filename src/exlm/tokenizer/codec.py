@@ -185,7 +185,7 @@ class Codec:
             return ""
         return self.special_texts.get(token_id) or self.backend.vocab[token_id]
 
-    def special_token_texts(self) -> dict[str, str]:
+    def texts_by_role(self) -> dict[str, str]:
         """The texts of BOS, EOS and other special token roles, under the names that chat templates use.
 
         A role that the files do not mention gets the text of its id; one that they declare as null is left

@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 EMPTY_MAPPING: Mapping[Any, Any] = MappingProxyType({})
 
 MAX_CHECKED_CHARS = 2**16
-"""Characters: a prompt format has a special token near its start."""
+"""How many characters of a text are searched: a prompt format has a special token near its start."""
 
 
-class UnparsedSpecialWarning:
-    """Warns once per tokenizer of special tokens that are written in a text and encoded as plain text.
+class UnparsedSpecialCheck:
+    """Logs a warning, once per tokenizer, about a special token that is written in a text and encoded as plain text.
 
     Plain text is the right default: a user's message must not be able to inject special tokens. But many old
     scripts write a prompt format by hand and pass no flag, since exllamav2 always parsed special tokens;
@@ -50,7 +50,7 @@ class UnparsedSpecialWarning:
         return re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
 
     def check(self, texts: Iterable[str]) -> None:
-        """Warn of the first special token in any of these texts."""
+        """Warn about the first special token in any of these texts."""
         if self._warned:
             return
         for text in texts:
@@ -135,7 +135,7 @@ class Tokenizer:
         return TemplateSandbox(self._chat_limits)
 
     def _set_codec(self, codec: Codec) -> None:
-        self.codec, self._unparsed_special = codec, UnparsedSpecialWarning(codec.special_tokens)
+        self.codec, self._unparsed_special = codec, UnparsedSpecialCheck(codec.special_tokens)
         self.tokenizer_model = codec.backend
         self.tokenizer_config_dict = codec.files.config
         self.wants_bos = codec.wants_bos
@@ -148,7 +148,7 @@ class Tokenizer:
         self.newline_token_id = _last_or_none(codec.encode("\n"))
         self.space_token_id = _last_or_none(codec.encode(" "))
         self.actual_vocab_size = codec.size
-        self.extended_piece_to_id, self.extended_id_to_piece = (dict(codec.special_tokens), dict(codec.special_texts))
+        self.extended_piece_to_id, self.extended_id_to_piece = dict(codec.special_tokens), dict(codec.special_texts)
         overrides, added = codec.backend.decode_overrides, codec.backend.nonspecial_added_tokens
         self.unspecial_piece_to_id = {text: token_id for text, token_id in added.items() if token_id in overrides}
         self.unspecial_id_to_piece = {token_id: text for text, token_id in self.unspecial_piece_to_id.items()}
@@ -250,12 +250,10 @@ class Tokenizer:
             )
             for row in texts
         ]
-        longest = max(map(len, rows), default=0)
-        padded = [[self.pad_token_id] * (longest - len(row)) + row for row in rows]
-        ids = torch.tensor(padded, dtype=torch.long).reshape(len(rows), longest)
+        ids = pad_left(rows, self.pad_token_id)
         if not return_offsets:
             return ids
-        return ids, torch.tensor([len(row) - longest for row in rows], dtype=torch.int)
+        return ids, torch.tensor([len(row) - ids.shape[1] for row in rows], dtype=torch.int)
 
     def encode_special(self, text: str) -> list[int]:
         """Ids of a text whose special tokens become their ids."""
@@ -464,7 +462,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             documents=documents,
-            variables={**self.codec.special_token_texts(), **variables},
+            variables={**self.codec.texts_by_role(), **variables},
         )
         if not tokenize:
             return text
@@ -472,6 +470,13 @@ class Tokenizer:
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids = [self.bos_token_id, *ids]
         return torch.tensor([ids], dtype=torch.long)
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad: int) -> torch.Tensor:
+    """Rows of ids as one tensor (rows, longest), padded on the left."""
+    longest = max(map(len, rows), default=0)
+    table = [[pad] * (longest - len(row)) + list(row) for row in rows]
+    return torch.tensor(table, dtype=torch.long).reshape(len(rows), longest)
 
 
 def _ids_by_alias(embeddings: Sequence[AliasedEmbedding]) -> dict[str, list[int]]:

@@ -169,7 +169,7 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     )
 
 
-def token_text(value: object, path: Path, key: str) -> str | None:
+def _token_text(value: object, path: Path, key: str) -> str | None:
     """The text of a token that a file writes as a string, an object with `content`, or null."""
     if value is None or isinstance(value, str):
         return value
@@ -181,7 +181,7 @@ def token_text(value: object, path: Path, key: str) -> str | None:
 
 
 def _read_roles(config: Mapping[str, Any], path: Path) -> tuple[dict[str, str | None], list[str]]:
-    token_by_role = {role: token_text(config[role], path, role) for role in TOKEN_ROLES if role in config}
+    token_by_role = {role: _token_text(config[role], path, role) for role in TOKEN_ROLES if role in config}
     additional: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = config.get(key)
@@ -191,7 +191,7 @@ def _read_roles(config: Mapping[str, Any], path: Path) -> tuple[dict[str, str | 
             continue
         if not isinstance(value, list):
             raise TokenizerError(f"{path}: {key} should be a list of tokens, found {_json_type_name(value)}.")
-        additional += [text for item in value if (text := token_text(item, path, key))]
+        additional += [text for item in value if (text := _token_text(item, path, key))]
     return token_by_role, additional
 
 
@@ -230,7 +230,7 @@ def _read_added_tokens(path: Path, config: Mapping[str, Any]) -> tuple[AddedToke
 
 
 def _parse_added_token(key: str, value: object, source: Path) -> AddedToken:
-    content = token_text(value, source, f"added_tokens_decoder[{key!r}]")
+    content = _token_text(value, source, f"added_tokens_decoder[{key!r}]")
     if not key.isdecimal() or len(key) > len(str(MAX_ID)) or not _is_token_id(int(key)) or not content:
         raise TokenizerError(
             f"{source}: added_tokens_decoder[{key!r:.80}] should map an id below {MAX_ID:,} to a non-empty token."

@@ -94,7 +94,7 @@ class TokenizerBackend(ABC):
 
     @abstractmethod
     def prepended_ids(self) -> list[int] | None:
-        """The ids that the vocabulary file's post-processor puts before a text; None if it does not say."""
+        """The ids that the vocabulary file's post-processor puts before a text; None if it has none."""
 
     @cached_property
     def vocab(self) -> list[str]:
@@ -136,7 +136,7 @@ class TokenizerBackend(ABC):
         return self.tokenize(text, parse_special=False)
 
     def decode_context_ids(self) -> list[int]:
-        """Ids to decode in front of a token so that it is not the first; none if the first decodes alike."""
+        """Ids to decode in front of a token so that it is not the first; [] if a first token decodes like any other."""
         letter_ids = self.encode(" t")
         if len(letter_ids) == 1 and len(self.decode(letter_ids)) == 2:
             return []
@@ -173,11 +173,8 @@ def token_bytes_from_decoder(
     """
     decoder_steps = _decoder_steps(decoder)
     if [step.get("type") for step in decoder_steps] == ["ByteLevel"]:
-        table, strips_leading_space, literal = (
-            byte_level_bytes(pieces),
-            False,
-            {**special_tokens, **nonspecial_added_tokens},
-        )
+        table, strips_leading_space = byte_level_bytes(pieces), False
+        literal = {**special_tokens, **nonspecial_added_tokens}
     elif _is_metaspace(decoder_steps):
         byte_fallback = any(step["type"] == "ByteFallback" for step in decoder_steps)
         strips_leading_space = any(step["type"] == "Strip" for step in decoder_steps)
