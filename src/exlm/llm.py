@@ -374,7 +374,7 @@ class LLM:
     def _encode_chat(
         self, messages: str | Messages, template: Mapping[str, Any], job_arguments: dict[str, Any]
     ) -> tuple[list[Tensor], list[int | str]]:
-        """The ids of a conversation, and its stop conditions; wraps the embeddings in `job_arguments`."""
+        """The ids of a conversation, and its stop conditions; `job_arguments` gets `MMEmbedding`s for tensors."""
         if not isinstance(template, Mapping):
             raise InputError(
                 f"template holds variables for the chat template, as in {{'tools': []}}; found {template!r}. "
@@ -386,11 +386,11 @@ class LLM:
             names = ", ".join(self.tokenizer.chat_templates.names)
             raise InputError(f"No chat template is called {name!r}: give its source, or one of {names}.")
         if tools and "tools" not in chat_template.source:
-            raise InputError(f"{chat_template.origin} has no place for tools: tell of them in a system message.")
+            raise InputError(f"{chat_template.origin} has no place for tools: describe them in a system message.")
         text = self.tokenizer.apply_chat_template(_normalized_messages(messages), **template)
-        embeddings = job_arguments["embeddings"] = _wrapped_embeddings(
-            self.model, text, job_arguments.get("embeddings")
-        )
+        embeddings = job_arguments.get("embeddings")
+        if embeddings is not None:
+            embeddings = job_arguments["embeddings"] = list(self.model.wrap_embeddings(text, embeddings))
         template_stops = chat_template.format.stop_conditions(self.tokenizer.single_id) if chat_template.format else []
         return [_encode_rendered(self.tokenizer, text, chat_template.format, embeddings)], template_stops
 
@@ -462,26 +462,18 @@ def _combined_filters(given: Any, compiled: list[Filter]) -> list[Any]:
     return [*filter_tuple(given), *compiled]
 
 
-def _wrapped_embeddings(model: Model, prompt: Any, embeddings: Any) -> list[Any] | None:
-    """A prompt's embeddings; tensors become `MMEmbedding` objects."""
-    if embeddings is None:
-        return None
-    text = prompt[0] if isinstance(prompt, tuple) and prompt else prompt
-    return list(model.wrap_embeddings(text, embeddings))
-
-
 def _stop_list(given: Any) -> list[Any]:
     """Stop conditions as a list: none, one or several."""
     is_collection = isinstance(given, Iterable) and not isinstance(given, str | bytes)
     return [*given] if is_collection else [] if given is None else [given]
 
 
-def _encode_rendered(tokenizer: Tokenizer, text: str, chat_format: PromptFormat | None, embeddings: Any) -> Tensor:
+def _encode_rendered(tokenizer: Tokenizer, text: str, prompt_format: PromptFormat | None, embeddings: Any) -> Tensor:
     """The ids of a rendered conversation; a named prompt format also says how its text is encoded."""
-    special = chat_format is None or chat_format.encode_special_tokens
+    special = prompt_format is None or prompt_format.encode_special_tokens
     ids = tokenizer.encode(text, encode_special_tokens=special, embeddings=embeddings)
     bos = tokenizer.bos_token_id
-    if chat_format is not None and chat_format.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
+    if prompt_format is not None and prompt_format.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
         ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
     return ids
 

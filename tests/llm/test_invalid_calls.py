@@ -103,7 +103,7 @@ def test_a_format_by_name_says_how_it_begins_and_ends(llm: LLM) -> None:
 
 def test_tools_that_the_template_would_leave_out(llm: LLM) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    with pytest.raises(InputError, match="has no place for tools: tell of them in a system message"):
+    with pytest.raises(InputError, match="has no place for tools: describe them in a system message"):
         llm.chat("Hi", template={"tools": tools}, max_new_tokens=2)
     told = {"tools": tools, "chat_template": "{{ tools[0].function.name }}: {{ messages[0].content }}"}
     assert llm.chat("Hi", template=told, max_new_tokens=2).prompt_tokens == len("add: Hi")
