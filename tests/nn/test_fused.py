@@ -198,7 +198,7 @@ def test_fill_kv_computes_attention_inputs_only(shape: str) -> None:
     x = torch.randn(2, 6, HIDDEN)
     _, want = run(block, x, batch(6))
     before, kept = layer.call_counts(), LastKV()
-    block.fill_kv(x, x, batch(6), kept)
+    block.fill_cache(x, x, batch(6), kept)
     assert torch.equal(kept.k, want.k)
     assert torch.equal(kept.v, want.v)
     assert [now - then for now, then in zip(layer.call_counts(), before, strict=True)] == [

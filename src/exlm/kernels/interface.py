@@ -56,9 +56,16 @@ class NormPrologue(NamedTuple):
     weight: Tensor
 
 
+class StateSlots(NamedTuple):
+    """The slots in which a pass finds and leaves recurrent states. A pass never writes to a slot that it reads."""
+
+    source: Tensor  # (rows,) int64: each row's state before its first token; -1: a state of zeros
+    targets: Tensor  # (rows, tokens) int64: where the state after each token is stored; -1: it is not stored
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttnMetadata:
-    """The part of a batch that attention and the KV cache read."""
+    """The part of a batch that attention, recurrent mixers and the cache read."""
 
     positions: Tensor  # (rows, tokens) the RoPE position of each new token, or (3, rows, tokens) for M-RoPE
     past_lens: Tensor  # (rows,) the tokens of each row that are already in the cache
@@ -66,6 +73,7 @@ class AttnMetadata:
     max_kv_len: int  # the largest past + new tokens of any row, known without waiting for the device
     uniform: bool  # every row's past is max_kv_len - new tokens, and no key is masked
     mask: Tensor | None = None  # (rows, max_kv_len) False where a key must not be attended to
+    state_slots: StateSlots | None = None  # None: every row starts from zeros, and no state is stored
 
 
 KVCacheDtype = Literal["float", "hadamard8", "hadamard4", "fp8_e5m2"]
@@ -86,8 +94,20 @@ class KVPages:
     dtypes: tuple[KVCacheDtype, KVCacheDtype]  # of keys and of values
 
 
+class RecurrentState(NamedTuple):
+    """One layer's recurrent states of many sequences, one in each slot, contiguous."""
+
+    conv: Tensor  # (slots, kernel - 1, channels) the last inputs of the convolution, oldest first
+    matrix: Tensor | None  # (slots, heads, rows, columns) float32; None for a short convolution
+
+
 class LayerKVCache(Protocol):
-    """The keys and values of one layer."""
+    """The keys and values of one layer, and its recurrent states."""
+
+    @property
+    def state(self) -> RecurrentState | None:
+        """The recurrent states; None if the layer keeps none."""
+        ...
 
     @property
     def kv_pages(self) -> KVPages | None:
@@ -101,6 +121,37 @@ class LayerKVCache(Protocol):
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, LayerKVCache, AttnMetadata], Tensor]
 """(q, k, v, the layer's cache, metadata) → (rows, tokens, heads · head_dim)."""
+
+
+class DeltaNetParams(NamedTuple):
+    """The tensors of a `spec.DeltaNet` that are no matrices, float32."""
+
+    conv: Tensor  # (channels, kernel), channels of q, k, v in this order; the last column is the newest input's
+    a_log: Tensor  # (value_heads,) the logarithm of A
+    dt_bias: Tensor  # (decay_width,)
+    norm: Tensor  # (value_dim,) the scale of the norm of each head's output
+
+
+class Mamba2Params(NamedTuple):
+    """The tensors of a `spec.Mamba2` that are no matrices, float32."""
+
+    conv: Tensor  # (channels, kernel), channels of x, B, C in this order
+    conv_bias: Tensor | None  # (channels,)
+    a_log: Tensor  # (heads,)
+    dt_bias: Tensor  # (heads,)
+    d: Tensor  # (heads,)
+    norm: Tensor | None  # (width,)
+
+
+DeltaNetFn = Callable[[Tensor, Tensor, Tensor, Tensor, RecurrentState | None, AttnMetadata], Tensor]
+"""(q, k and v side by side, z, a, b, the layer's states, metadata) → (rows, tokens, value width): convolution,
+delta rule, norm and gate, everything between the projections."""
+
+Mamba2Fn = Callable[[Tensor, RecurrentState | None, AttnMetadata], Tensor]
+"""(the projection to z, x, B, C, dt, the layer's states, metadata) → (rows, tokens, width)."""
+
+ShortConvFn = Callable[[Tensor, RecurrentState | None, AttnMetadata], Tensor]
+"""(the projection to B, C, x, the layer's states, metadata) → (rows, tokens, width)."""
 
 
 def no_rope(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,8 +198,33 @@ class Backend(Protocol):
         """Apply RoPE to queries and keys, store keys and values, attend."""
         ...
 
-    def moe(self, moe: spec.Moe, gate: list[LinearFn], up: list[LinearFn], down: list[LinearFn]) -> MoeFn:
-        """Route each token to its experts; `gate`, `up` and `down` hold one matrix for each expert."""
+    def moe(
+        self,
+        moe: spec.Moe,
+        gate: list[LinearFn],
+        up: list[LinearFn],
+        down: list[LinearFn],
+        selection_bias: Tensor | None = None,
+    ) -> MoeFn:
+        """Route each token to its experts; `gate`, `up` and `down` hold one matrix for each expert.
+
+        `gate` is empty for experts without gates; `selection_bias` is (experts,). The shared expert is not part of it.
+        """
+        ...
+
+    # The recurrences sum in one order, token after token: a state depends on the tokens before it alone, and not on
+    # the passes that computed them.
+
+    def delta_net(self, mixer: spec.DeltaNet, params: DeltaNetParams) -> DeltaNetFn:
+        """Convolution, delta rule, norm and gate."""
+        ...
+
+    def mamba2(self, mixer: spec.Mamba2, params: Mamba2Params) -> Mamba2Fn:
+        """Convolution, state-space recurrence, gate and norm."""
+        ...
+
+    def short_conv(self, mixer: spec.ShortConv, conv: Tensor, bias: Tensor | None) -> ShortConvFn:
+        """B · x, its causal convolution by (width, kernel) weights, times C."""
         ...
 
 

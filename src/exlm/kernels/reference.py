@@ -20,6 +20,7 @@ from .. import spec
 from ..errors import Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
 from . import interface
+from .reference_recurrent import ReferenceDeltaNet, ReferenceMamba2, ReferenceShortConv
 
 ACTIVATIONS: dict[spec.Activation, interface.ActivationFn] = {
     "silu": F.silu,
@@ -232,14 +233,43 @@ def attention_mask(tokens: int, metadata: interface.AttnMetadata, window: int | 
 
 
 @dataclass(frozen=True, eq=False)
-class ReferenceMoe:
-    """MoE: softmax over all experts in float32, top `active`, their probabilities as routing weights.
+class Router:
+    """Which experts a token is routed to, and the weight of each, from the router's logits.
 
     Ties go to the expert with the lower number, on every device.
     """
 
-    active: int
-    renormalize: bool
+    moe: spec.Moe
+    selection_bias: Tensor | None
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, experts) logits → weights in float32 and ids, (tokens, active)."""
+        moe = self.moe
+        scores = logits.float().softmax(-1) if moe.routing == "softmax" else logits.float().sigmoid()
+        ranking = scores if self.selection_bias is None else scores + self.selection_bias
+        if moe.active_groups < moe.routing_groups:
+            ranking = self._in_selected_groups(ranking)
+        ids = ranking.sort(dim=-1, descending=True, stable=True)[1][:, : moe.active]
+        weights = scores.gather(1, ids)
+        if moe.renormalize:
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total if moe.routing == "softmax" else total + 1e-20)
+        return weights * moe.weight_scale, ids
+
+    def _in_selected_groups(self, ranking: Tensor) -> Tensor:
+        """The ranking with -inf for experts outside the groups whose two best experts rank highest together."""
+        grouped = ranking.unflatten(-1, (self.moe.routing_groups, -1))
+        group_rank = grouped.topk(min(2, grouped.shape[-1]), -1)[0].sum(-1)
+        selected = group_rank.sort(dim=-1, descending=True, stable=True)[1][:, : self.moe.active_groups]
+        keep = torch.zeros_like(group_rank, dtype=torch.bool).scatter_(1, selected, True)
+        return grouped.masked_fill(~keep[..., None], float("-inf")).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceMoe:
+    """MoE: one expert after the other, each on the tokens routed to it."""
+
+    router: Router
     act: interface.ActivationFn
     gate: list[interface.LinearFn]
     up: list[interface.LinearFn]
@@ -248,16 +278,15 @@ class ReferenceMoe:
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """(rows, tokens, hidden) and (rows, tokens, experts) → (rows, tokens, hidden)."""
         flat = x.flatten(0, 1)
-        ranked = logits.flatten(0, 1).float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-        routing_weights, expert_ids = (rows[:, : self.active] for rows in ranked)
-        if self.renormalize:
-            routing_weights = routing_weights / routing_weights.sum(-1, keepdim=True)
+        routing_weights, expert_ids = self.router(logits.flatten(0, 1))
         out = torch.zeros_like(flat)
-        for expert in range(len(self.gate)):
+        for expert in range(len(self.up)):
             token, slot = torch.where(expert_ids == expert)
             if len(token):
                 rows = flat[token]
-                output = self.down[expert](self.act(self.gate[expert](rows)) * self.up[expert](rows))
+                up = self.up[expert](rows)
+                hidden = self.act(self.gate[expert](rows)) * up if self.gate else self.act(up)
+                output = self.down[expert](hidden)
                 out.index_add_(0, token, output * routing_weights[token, slot, None].to(output.dtype))
         return out.view_as(x)
 
@@ -318,9 +347,22 @@ class ReferenceBackend:
         gate: list[interface.LinearFn],
         up: list[interface.LinearFn],
         down: list[interface.LinearFn],
+        selection_bias: Tensor | None = None,
     ) -> interface.MoeFn:
         """One expert after the other, each on the tokens routed to it."""
-        return ReferenceMoe(moe.active, moe.renormalize, self.activation(moe.act), gate, up, down)
+        return ReferenceMoe(Router(moe, selection_bias), self.activation(moe.act), gate, up, down)
+
+    def delta_net(self, mixer: spec.DeltaNet, params: interface.DeltaNetParams) -> interface.DeltaNetFn:
+        """Token after token."""
+        return ReferenceDeltaNet(mixer, params, self.dtype)
+
+    def mamba2(self, mixer: spec.Mamba2, params: interface.Mamba2Params) -> interface.Mamba2Fn:
+        """Token after token."""
+        return ReferenceMamba2(mixer, params, self.dtype)
+
+    def short_conv(self, mixer: spec.ShortConv, conv: Tensor, bias: Tensor | None) -> interface.ShortConvFn:
+        """All tokens at once: each output depends on its last inputs alone."""
+        return ReferenceShortConv(mixer, conv, bias, self.dtype)
 
 
 def _gated(act: interface.ActivationFn, gate: Tensor, up: Tensor) -> Tensor:

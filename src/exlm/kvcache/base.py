@@ -8,6 +8,7 @@ Subclasses decide how numbers are stored.
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NotLoaded, Unsupported
+from ..kernels.interface import StateSlots
+from ..spec import StateShape
 from .layer import PAGE_SIZE, CacheLayer, LayerShape, as_rows
 
 
@@ -128,6 +131,9 @@ class CacheBase(ABC):
         self.layer_shapes = tuple(model.cache_shapes)
         self.current_seq_len = 0
         self._last_writer: weakref.ref[object] | None = None
+        self._num_state_slots = 0
+        self._state_lengths: list[int] = []
+        """Tokens behind the states in each half of the slots, while `forward` uses the cache."""
         self._required_device = None if fixed_device is None else _parse_device(fixed_device)
         self._layers: list[CacheLayer] | None = None
         self._lazy = lazy
@@ -202,8 +208,55 @@ class CacheBase(ABC):
             self._layers = [
                 self._make_layer(shape, device) for shape, device in zip(self.layer_shapes, devices, strict=True)
             ]
+        self.allocate_states(2 * self.batch_size)
         if (replicator := self.model.cache_replicator) is not None:
             replicator.replicate_allocation(self)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent states in all layers; 0 for a model without recurrent layers."""
+        return sum(_state_bytes(shape.state, self._conv_dtype) for shape in self.layer_shapes if shape.state)
+
+    @property
+    def num_state_slots(self) -> int:
+        """How many recurrent states there is room for."""
+        return self._num_state_slots
+
+    def allocate_states(self, slots: int) -> None:
+        """Make room for that many recurrent states in place of those that are there; nothing without such layers."""
+        self._num_state_slots, self._state_lengths = slots, [0, 0]
+        with torch.inference_mode(False):
+            for shape, layer in zip(self.layer_shapes, self.layers, strict=True):
+                if shape.state is not None:
+                    layer.allocate_state(shape.state, slots, self._conv_dtype)
+
+    @property
+    def _conv_dtype(self) -> torch.dtype:
+        """The precision of a convolution's last inputs: as they are computed."""
+        return self.model.cache_dtype
+
+    def next_state_slots(self, rows: int, tokens: int, device: torch.device) -> StateSlots | None:
+        """Where `forward` finds and leaves the states of its rows when it appends tokens; None without states.
+
+        Row i has slots i and batch_size + i and alternates between them, so that the last call can be taken back.
+        """
+        if not any(shape.state for shape in self.layer_shapes):
+            return None
+        past = self.current_seq_len
+        if past and past not in self._state_lengths:
+            raise InputError(
+                f"This model keeps a recurrent state, which cannot go back to {past} tokens: the cache holds the "
+                f"states after {' and '.join(str(n) for n in sorted(set(self._state_lengths)))} tokens. Start again "
+                "with cache.reset(), or take back only what the last call of forward added."
+            )
+        source_half = self._state_lengths.index(past) if past else 1
+        target_half = 1 - source_half
+        self._state_lengths[target_half] = past + tokens
+        row = torch.arange(rows, device=device)
+        source = row + source_half * self.batch_size if past else torch.full_like(row, -1)
+        targets = torch.full((rows, tokens), -1, device=device)
+        targets[:, -1] = row + target_half * self.batch_size
+        return StateSlots(source, targets)
 
     def release(self) -> None:
         """Free the tensors; `allocate` makes new ones."""
@@ -224,12 +277,18 @@ class CacheBase(ABC):
 
     def all_tensors(self) -> list[Tensor]:
         """All tensors with state."""
+        return [tensor for layer in self.layers for tensor in layer.tensors + layer.state_tensors]
+
+    def _page_tensors(self) -> list[Tensor]:
         return [tensor for layer in self.layers for tensor in layer.tensors]
 
     def layer_bytes(self) -> list[int]:
         """Bytes of each layer's pages, known before they are allocated."""
         layers = [self._make_layer(shape, torch.device("meta")) for shape in self.layer_shapes]
-        return [sum(tensor.nbytes for tensor in layer.tensors) for layer in layers]
+        pages = [sum(tensor.nbytes for tensor in layer.tensors) for layer in layers]
+        rows = 2 * self.batch_size
+        states = (rows * _state_bytes(shape.state, self._conv_dtype) if shape.state else 0 for shape in self.layer_shapes)
+        return [page_bytes + state_bytes for page_bytes, state_bytes in zip(pages, states, strict=True)]
 
     def footprint(self) -> list[int]:
         """Bytes of the allocated tensors on each device, in the order of the layers' devices."""
@@ -283,6 +342,7 @@ class CacheBase(ABC):
 
     def roll_left(self) -> None:
         """Drop the first token of every row; the others move up by one."""
+        self._refuse_recurrent("roll_left")
         for layer in self.layers:
             layer.roll_left(self.batch_size)
         self.last_writer = None
@@ -325,10 +385,11 @@ class CacheBase(ABC):
         to_rows: int,
     ) -> None:
         """Copy a row's tokens, as stored, to one or more rows of another cache or of this one."""
+        self._refuse_recurrent("copy_states")
         self._check_copy(target, from_column, from_columns, to_column, to_columns, from_row, from_rows)
         if to_row < 0 or to_rows < 1 or to_row + to_rows > target.batch_size:
             raise InputError(f"Rows {to_row} to {to_row + to_rows} are not in a cache of {target.batch_size}.")
-        for source, target_tensor in zip(self.all_tensors(), target.all_tensors(), strict=True):
+        for source, target_tensor in zip(self._page_tensors(), target._page_tensors(), strict=True):
             tokens = as_rows(source, self.batch_size)[from_row, from_column : from_column + from_columns].clone()
             as_rows(target_tensor, target.batch_size)[to_row : to_row + to_rows, to_column : to_column + to_columns] = (
                 tokens
@@ -336,6 +397,13 @@ class CacheBase(ABC):
         target.last_writer = None
         columns = from_column, from_columns, to_column, to_columns
         self._replicate_call("copy_states", *columns, from_row, from_rows, to_row, to_rows, target=target)
+
+    def _refuse_recurrent(self, method: str) -> None:
+        if any(shape.state for shape in self.layer_shapes):
+            raise Unsupported(
+                f"{method} moves single tokens of a cache, and a recurrent state has none: this model's layers keep "
+                "one. cache.clone() copies the whole cache."
+            )
 
     def _replicate_call(self, method: str, *values: object, target: CacheBase | None = None) -> None:
         if (replicator := self.model.cache_replicator) is not None:
@@ -396,6 +464,12 @@ class CacheBase(ABC):
 
     @abstractmethod
     def _make_layer(self, shape: LayerShape, device: torch.device) -> CacheLayer: ...
+
+
+def _state_bytes(shape: StateShape, conv_dtype: torch.dtype) -> int:
+    """Bytes of one sequence's state in one layer."""
+    matrix = 4 * math.prod(shape.matrix) if shape.matrix is not None else 0
+    return math.prod(shape.conv) * conv_dtype.itemsize + matrix
 
 
 def _parse_device(requested: int | str | torch.device) -> torch.device:

@@ -99,6 +99,7 @@ class NoCache:
     """A layer without a cache: attention over the new tokens only."""
 
     kv_pages = None
+    state = None
 
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Return the new heads unchanged."""

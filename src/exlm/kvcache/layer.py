@@ -1,4 +1,4 @@
-"""`CacheLayer`: one layer's pages in any format, and the slots that new tokens are written to.
+"""`CacheLayer`: one layer's pages in any format and its recurrent states, and the slots that new tokens are written to.
 
 `dense` and `quantized` implement it; the generator's page table decides which page belongs to which sequence.
 `CacheBase._make_layer` chooses a layer's kind from its shape.
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..errors import DoesNotFit
-from ..kernels.interface import AttnMetadata, KVPages
+from ..kernels.interface import AttnMetadata, KVPages, RecurrentState
 from ..memory import ran_out
+from ..spec import StateShape
 
 PAGE_SIZE = 256
 """Tokens in a page."""
@@ -27,15 +28,18 @@ PAGE_SIZE = 256
 
 @dataclass(frozen=True)
 class LayerShape:
-    """KV heads and head_dim of a layer."""
+    """What one layer keeps: KV heads (0 without attention) of `head_dim`, and a recurrent state."""
 
     kv_heads: int
     head_dim: int
+    state: StateShape | None = None
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Pages of zeros. On a CPU a page takes no memory until it is written to: few caches are ever full."""
     size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype, device=device)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
         if device.type != "cpu":
@@ -58,6 +62,14 @@ class CacheLayer(ABC):
 
     def __init__(self, kv_pages: KVPages) -> None:
         self.kv_pages = kv_pages
+        self.state: RecurrentState | None = None
+        """The recurrent states of the layer, one in each slot; they do not move with pages."""
+
+    def allocate_state(self, shape: StateShape, slots: int, conv_dtype: torch.dtype) -> None:
+        """Make room for that many recurrent states; what the slots hold is undefined until it is written."""
+        conv = empty_pages((slots, *shape.conv), conv_dtype, self.device)
+        matrix = None if shape.matrix is None else empty_pages((slots, *shape.matrix), torch.float32, self.device)
+        self.state = RecurrentState(conv, matrix)
 
     @property
     def page_size(self) -> int:
@@ -76,8 +88,13 @@ class CacheLayer(ABC):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors with state."""
+        """All tensors of the pages."""
         return self.keys + self.values
+
+    @property
+    def state_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of the recurrent states."""
+        return () if self.state is None else tuple(tensor for tensor in self.state if tensor is not None)
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +134,9 @@ class CacheLayer(ABC):
         pages = self.kv_pages
         keys, values = tuple(map(change, pages.keys)), tuple(map(change, pages.values))
         self.kv_pages = KVPages(pages.page_size, keys, values, pages.dtypes)
+        if self.state is not None:
+            conv, matrix = self.state
+            self.state = RecurrentState(change(conv), None if matrix is None else change(matrix))
 
 
 def as_rows(tensor: Tensor, rows: int) -> Tensor:

@@ -21,29 +21,52 @@ from ..errors import Unsupported
 from ..formats import DenseWeight, Weight
 from ..formats.host_buffers import release_pool, trim_heap
 from ..kernels.dispatch import BackendList
-from ..kernels.interface import AddNormFn, NormFn, NormPrologue, QKNormFn, RopeFn, SupportsFusion, no_rope
+from ..kernels.interface import (
+    AddNormFn,
+    AttentionFn,
+    DeltaNetParams,
+    Mamba2Params,
+    NormFn,
+    NormPrologue,
+    QKNormFn,
+    RopeFn,
+    SupportsFusion,
+    no_rope,
+)
 from ..memory import has_address_space
 from ..nn import (
     AllHeadsNorm,
     Attention,
     Block,
     ClampedQkv,
+    DeltaNet,
     Embedding,
     Expert,
     Experts,
+    GatedAttention,
     GatedMlp,
     Head,
+    InOutMixer,
+    LatentAttention,
+    LatentQkv,
     Linear,
+    LowRankLinear,
+    LowRankQuery,
+    MixerBlock,
+    MlpBlock,
     MoeMlp,
     ParallelBlock,
+    ParallelMixers,
     PerHeadNorm,
     PlainMlp,
     QkvProjection,
+    SharedExpertMlp,
 )
-from ..nn.attention import Qkv, no_qk_norm
+from ..nn.attention import Projection, Qkv, no_qk_norm
 from ..nn.block import BlockLike, DeviceTransfer, TransferFn, no_transfer
 from ..nn.fused import FusedBlock, FusedHead, chain_fused_layers, fuse_block, fuse_block_stack, fuse_head
 from ..nn.mlp import MlpLike
+from ..nn.recurrent import Mixer
 from ..spec.model import Matrix, matrices
 from .decoder import Decoder
 from .devices import device_context
@@ -220,19 +243,33 @@ class Builder:
         return self._read_embedding(backends.device, backends.dtype)
 
     def block(self, i: int, layer: spec.Layer) -> BlockLike:
-        """One decoder layer, sequential or parallel."""
+        """One decoder layer in the form its description asks for."""
         prefix, hidden, scale = f"layers.{i}.", self.model.hidden, layer.residual_scale
-        attn, mlp = self.attention(prefix, layer.attn), self.mlp(prefix, layer.mlp)
-        attn_norm = self.add_norm(prefix + "attn_norm", layer.attn_norm, hidden)
+        mixer = None if layer.mixer is None else self.mixer(prefix, layer.mixer)
+        mlp = None if layer.mlp is None else self.mlp(prefix, layer.mlp)
+
+        def add_norm(role: str, norm: spec.Norm | None) -> AddNormFn:
+            return self.add_norm(prefix + role, norm, hidden)
+
+        def post_norm(role: str, norm: spec.Norm | None) -> NormFn:
+            return scaled_norm(self.norm(prefix + role, norm, hidden), scale)
+
+        if mixer is None or mlp is None:
+            if mixer is not None:
+                post = post_norm("attn_post", layer.attn_post)
+                return MixerBlock(mixer, add_norm("attn_norm", layer.attn_norm), post)
+            assert mlp is not None  # families describe no empty layers
+            return MlpBlock(mlp, add_norm("mlp_norm", layer.mlp_norm), post_norm("mlp_post", layer.mlp_post))
         if layer.parallel:
-            return ParallelBlock(attn, mlp, attn_norm, scaled_norm(identity_norm, scale))
+            attn_norm = add_norm("attn_norm", layer.attn_norm)
+            return ParallelBlock(mixer, mlp, attn_norm, scaled_norm(identity_norm, scale))
         block = Block(
-            attn,
+            mixer,
             mlp,
-            attn_norm=attn_norm,
-            mlp_norm=self.add_norm(prefix + "mlp_norm", layer.mlp_norm, hidden),
-            attn_post_norm=scaled_norm(self.norm(prefix + "attn_post", layer.attn_post, hidden), scale),
-            mlp_post_norm=scaled_norm(self.norm(prefix + "mlp_post", layer.mlp_post, hidden), scale),
+            attn_norm=add_norm("attn_norm", layer.attn_norm),
+            mlp_norm=add_norm("mlp_norm", layer.mlp_norm),
+            attn_post_norm=post_norm("attn_post", layer.attn_post),
+            mlp_post_norm=post_norm("mlp_post", layer.mlp_post),
         )
         fused = self.backends_for(prefix).fuse(
             prefix + "block", "a few rows", lambda backend: self.fused_block(prefix, layer, block, backend)
@@ -244,7 +281,7 @@ class Builder:
         attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
         if self.model.fp32_residual or layer.residual_scale != 1.0:
             raise Unsupported("a residual stream that is wider or scaled")
-        if attn_norm is None or mlp_norm is None or layer.attn_post or layer.mlp_post:
+        if attn_norm is None or mlp_norm is None or layer.mlp is None or layer.attn_post or layer.mlp_post:
             raise Unsupported("norms in other places")
         prologues = (
             self.norm_prologue(prefix + "attn_norm", attn_norm),
@@ -256,18 +293,133 @@ class Builder:
         """A norm over the hidden state, for fused matrices to apply to their input."""
         return NormPrologue(norm, self.norm_tensors(role, norm, self.model.hidden)[0])
 
+    def mixer(self, prefix: str, mixer: spec.Mixer) -> Mixer:
+        """The token mixer of one layer."""
+        match mixer:
+            case spec.Attention():
+                return self.attention(prefix, mixer)
+            case spec.LatentAttention():
+                return self.latent_attention(prefix, mixer)
+            case spec.DeltaNet():
+                return self.delta_net(prefix, mixer)
+            case spec.Mamba2():
+                return self.mamba2(prefix, mixer)
+            case spec.ShortConv():
+                return self.short_conv(prefix, mixer)
+            case spec.ParallelMixers():
+                scales = mixer.attention_in_scale, mixer.attention_out_scale, mixer.recurrent_out_scale
+                attention = self.attention(prefix, mixer.attention)
+                return ParallelMixers(attention, self.mamba2(prefix, mixer.recurrent), scales)
+
     def attention(self, prefix: str, attn: spec.Attention) -> Attention:
         """Projections, QK norm, RoPE and attention kernel of one layer."""
         qkv: Qkv = QkvProjection(*(self.linear(f"{prefix}attn.{part}") for part in "qkv"))
         if attn.qkv_clip is not None:
             qkv = ClampedQkv(qkv, attn.qkv_clip)
+        attend, qk_norm = self.attention_kernel(prefix, attn), self.qk_norm(prefix, attn)
+        if attn.gated:
+            gate = self.linear(prefix + "attn.gate")
+            return GatedAttention(attn.head_dim, qkv, qk_norm, attend, gate, self.linear(prefix + "attn.o"))
+        return Attention(attn.head_dim, qkv, qk_norm, attend, self.linear(prefix + "attn.o"))
+
+    def attention_kernel(self, prefix: str, attn: spec.Attention) -> AttentionFn:
+        """RoPE and attention over the layer's cache."""
         backends = self.backends_for(prefix)
         rope = self.rope(backends, attn.rope)
         window = f", window {attn.window}" if attn.window is not None else ""
         cap = f", cap {attn.softcap:g}" if attn.softcap is not None else ""
         detail = f"{attn.heads}/{attn.kv_heads} heads of {attn.head_dim}{window}{cap}"
-        attend = backends.bind(prefix + "attn", detail, lambda backend: backend.attention(attn, rope))
-        return Attention(attn.head_dim, qkv, self.qk_norm(prefix, attn), attend, self.linear(prefix + "attn.o"))
+        return backends.bind(prefix + "attn", detail, lambda backend: backend.attention(attn, rope))
+
+    def latent_attention(self, prefix: str, attn: spec.LatentAttention) -> LatentAttention:
+        """MLA: projections through latents, and the attention kernel over expanded heads."""
+
+        def latent_norm(role: str, width: int) -> NormFn:
+            return self.norm(prefix + role, spec.Norm(eps=attn.norm_eps), width)
+
+        q: Projection
+        if attn.q_rank is None:
+            q = self.linear(prefix + "attn.q")
+        else:
+            down, norm = self.linear(prefix + "attn.q_down"), latent_norm("attn.q_latent_norm", attn.q_rank)
+            q = LowRankQuery(down, norm, self.linear(prefix + "attn.q_up"))
+        qkv = LatentQkv(
+            (attn.kv_rank, attn.nope_dim, attn.rope_dim, attn.value_dim),
+            q,
+            self.linear(prefix + "attn.kv_down"),
+            latent_norm("attn.kv_latent_norm", attn.kv_rank),
+            self.linear(prefix + "attn.k_up"),
+            self.linear(prefix + "attn.v_up"),
+        )
+        attend = self.attention_kernel(prefix, attn.expanded)
+        return LatentAttention(attn.head_dim, attn.value_dim, qkv, attend, self.linear(prefix + "attn.o"))
+
+    def delta_net(self, prefix: str, mixer: spec.DeltaNet) -> DeltaNet:
+        """Projections and kernel of a gated delta net or of Kimi delta attention."""
+        role = prefix + "delta."
+        widths = {"q": mixer.key_width, "k": mixer.key_width, "v": mixer.value_width}
+        params = DeltaNetParams(
+            conv=self.conv_weight(role, widths, mixer.conv_kernel),
+            a_log=self.parameter(role + "a_log", (mixer.value_heads,)),
+            dt_bias=self.parameter(role + "dt_bias", (mixer.decay_width,)),
+            norm=self.parameter(role + "norm", (mixer.value_dim,)),
+        )
+        detail = f"{mixer.key_heads}/{mixer.value_heads} heads of {mixer.key_dim} x {mixer.value_dim}"
+        kernel = self.backends_for(prefix).bind(
+            prefix + "delta", detail, lambda backend: backend.delta_net(mixer, params)
+        )
+        q, k, v = (self.linear(role + part) for part in "qkv")
+        z, a = (self.projection(role + part, mixer.gate_rank) for part in "za")
+        return DeltaNet(kernel, q, k, v, z, a, self.linear(role + "b"), self.linear(role + "o"))
+
+    def projection(self, role: str, rank: int | None) -> Projection:
+        """A matrix, or two of low rank."""
+        if rank is None:
+            return self.linear(role)
+        return LowRankLinear(self.linear(role + "_down"), self.linear(role + "_up"))
+
+    def mamba2(self, prefix: str, mixer: spec.Mamba2) -> InOutMixer:
+        """Projections and kernel of a Mamba 2 mixer."""
+        role, heads = prefix + "mamba.", (mixer.heads,)
+        params = Mamba2Params(
+            conv=self.conv_weight(role, {"x": mixer.conv_channels}, mixer.conv_kernel),
+            conv_bias=self.parameter(role + "conv", (mixer.conv_channels,), "bias") if mixer.conv_bias else None,
+            a_log=self.parameter(role + "a_log", heads),
+            dt_bias=self.parameter(role + "dt_bias", heads),
+            d=self.parameter(role + "d", heads),
+            norm=None if mixer.norm is None else self.parameter(role + "norm", (mixer.width,)),
+        )
+        detail = f"{mixer.heads} heads of {mixer.head_dim} x {mixer.state_dim}"
+        kernel = self.backends_for(prefix).bind(prefix + "mamba", detail, lambda backend: backend.mamba2(mixer, params))
+        return InOutMixer(kernel, self.linear(role + "in"), self.linear(role + "out"), mixer.in_scale)
+
+    def short_conv(self, prefix: str, mixer: spec.ShortConv) -> InOutMixer:
+        """Projections and kernel of a short convolution."""
+        role = prefix + "conv."
+        weight = self.conv_weight(role, {"x": mixer.width}, mixer.conv_kernel)
+        bias = self.parameter(role + "conv", (mixer.width,), "bias") if mixer.bias else None
+        detail = f"{mixer.width} channels, kernel {mixer.conv_kernel}"
+        kernel = self.backends_for(prefix).bind(
+            prefix + "conv", detail, lambda backend: backend.short_conv(mixer, weight, bias)
+        )
+        return InOutMixer(kernel, self.linear(role + "in"), self.linear(role + "out"))
+
+    def conv_weight(self, role: str, widths: dict[str, int], kernel: int) -> Tensor:
+        """(channels, kernel) weights of a causal convolution: stored as one, or one for each part in this order."""
+        parts = {"conv": sum(widths.values())}
+        if not self.checkpoint.has(role + "conv"):
+            parts = {f"{part}_conv": width for part, width in widths.items()}
+        stored = (self.parameter(role + part, ((n, 1, kernel), (n, kernel))) for part, n in parts.items())
+        return torch.cat([weight.view(-1, kernel) for weight in stored])
+
+    def parameter(
+        self, role: str, shape: tuple[int, ...] | tuple[tuple[int, ...], ...], suffix: str = "weight"
+    ) -> Tensor:
+        """A tensor that is no matrix, in float32 on its module's device."""
+        stored = self.checkpoint.tensor(
+            role, shape, dtype=torch.float32, device=torch.device("cpu"), suffix=suffix, finite=True
+        )
+        return stored.flatten().view(stored.shape).to(self.backends_for(role).device, non_blocking=True)
 
     def qk_norm(self, prefix: str, attn: spec.Attention) -> QKNormFn:
         if attn.qk_norm is None:
@@ -280,31 +432,39 @@ class Builder:
 
     def mlp(self, prefix: str, mlp: spec.Mlp | spec.Moe) -> MlpLike:
         """Gated, plain or MoE."""
-        if isinstance(mlp, spec.Moe):
-            return self.experts(prefix, mlp)
-        up, down = self.linear(prefix + "mlp.up"), self.linear(prefix + "mlp.down")
-        backends = self.backends_for(prefix)
-        if not mlp.gated:
-            act = backends.bind(prefix + "mlp", mlp.act, lambda backend: backend.activation(mlp.act))
-            return PlainMlp(act, up, down)
-        gated_act = backends.bind(prefix + "mlp", mlp.act, lambda backend: backend.gated(mlp.act))
-        return GatedMlp(gated_act, self.linear(prefix + "mlp.gate"), up, down)
+        return self.experts(prefix, mlp) if isinstance(mlp, spec.Moe) else self.dense_mlp(prefix + "mlp.", mlp)
 
-    def experts(self, prefix: str, moe: spec.Moe) -> MoeMlp:
-        """The router and the experts."""
+    def dense_mlp(self, role: str, mlp: spec.Mlp) -> GatedMlp | PlainMlp:
+        """Gated or plain; `role` ends with a dot."""
+        up, down = self.linear(role + "up"), self.linear(role + "down")
+        backends, name = self.backends_for(role), role[:-1]
+        if not mlp.gated:
+            act = backends.bind(name, mlp.act, lambda backend: backend.activation(mlp.act))
+            return PlainMlp(act, up, down)
+        gated_act = backends.bind(name, mlp.act, lambda backend: backend.gated(mlp.act))
+        return GatedMlp(gated_act, self.linear(role + "gate"), up, down)
+
+    def experts(self, prefix: str, moe: spec.Moe) -> MoeMlp | SharedExpertMlp:
+        """The router, the experts and the shared expert."""
 
         def expert_linears(part: str) -> list[Linear]:
             return [self.linear(f"{prefix}mlp.experts.{e}.{part}") for e in range(moe.experts)]
 
-        parts = expert_linears("gate"), expert_linears("up"), expert_linears("down")
-        gate, up, down = ([linear.kernel for linear in part] for part in parts)
+        gates = expert_linears("gate") if moe.gated else []
+        ups, downs = expert_linears("up"), expert_linears("down")
+        gate, up, down = ([linear.kernel for linear in part] for part in (gates, ups, downs))
+        bias = self.parameter(prefix + "mlp.selection_bias", (moe.experts,)) if moe.selection_bias else None
         kernel = self.backends_for(prefix).bind(
             prefix + "mlp",
             f"{moe.active} of {moe.experts} experts",
-            lambda backend: backend.moe(moe, gate, up, down),
+            lambda backend: backend.moe(moe, gate, up, down, bias),
         )
-        experts = Experts(kernel, [Expert(*three) for three in zip(*parts, strict=True)])
-        return MoeMlp(self.linear(prefix + "mlp.router"), experts)
+        experts = Experts(kernel, [Expert(*three) for three in zip(gates or [None] * len(ups), ups, downs, strict=True)])
+        routed = MoeMlp(self.linear(prefix + "mlp.router"), experts)
+        if moe.shared is None:
+            return routed
+        shared_gate = self.linear(prefix + "mlp.shared_gate") if moe.shared_gated else None
+        return SharedExpertMlp(routed, self.dense_mlp(prefix + "mlp.shared.", moe.shared), shared_gate)
 
     def rope(self, backends: BackendList, rope: spec.Rope | None) -> RopeFn:
         """RoPE of a layer; layers of a device with the same parameters share its tables."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.interface import LayerKVCache
-from ..nn import Batch, ClampedQkv, Embedding, Head
+from ..nn import Batch, ClampedQkv, Embedding, Head, InOutMixer, ParallelMixers, SharedExpertMlp
 from ..nn.block import BlockLike, TransferFn
 from ..nn.fused import FusedBlock, FusedBlockStack
 from ..parallel import RankCombiner
@@ -40,7 +40,7 @@ class Decoder:
         for transfer, block, kv in zip(before, self.blocks, layers, strict=True):
             x, pending_residual, batch = transfer(x, pending_residual, batch)
             if block in kv_only:
-                block.fill_kv(x, pending_residual, batch, kv)
+                block.fill_cache(x, pending_residual, batch, kv)
             else:
                 x, pending_residual = block.forward(x, pending_residual, batch, kv)
         return self.output_logits(*last(x, pending_residual, batch))
@@ -79,15 +79,38 @@ class Decoder:
             case ["head"]:
                 return self.head, "linear"
             case ["layers", layer, "attn", "q" | "k" | "v" as part]:
-                qkv = self._unfused_block(int(layer)).attn.qkv
+                qkv = self._attention(int(layer)).qkv
                 while isinstance(qkv, ClampedQkv):
                     qkv = qkv.inner
                 return qkv, part
-            case ["layers", layer, "attn" | "mlp" as half, part]:
-                return getattr(self._unfused_block(int(layer)), half), part
+            case ["layers", layer, "attn", part]:
+                return self._attention(int(layer)), part
+            case ["layers", layer, "mlp", "shared", part]:
+                return self._unfused_block(int(layer)).mlp.shared, part
+            case ["layers", layer, "mlp", "shared_gate"]:
+                return self._unfused_block(int(layer)).mlp, "gate"
+            case ["layers", layer, "mlp", part]:
+                mlp = self._unfused_block(int(layer)).mlp
+                return mlp.routed if isinstance(mlp, SharedExpertMlp) else mlp, part
+            case ["layers", layer, "delta" | "mamba" | "conv", part]:
+                return self._recurrent(int(layer), part)
         raise KeyError(f"no module has the role {role!r}")
 
-    def _unfused_block(self, layer: int) -> BlockLike:
+    def _attention(self, layer: int) -> Any:
+        """A layer's attention, also beside a recurrent mixer."""
+        mixer = self._unfused_block(layer).mixer
+        return mixer.attention if isinstance(mixer, ParallelMixers) else mixer
+
+    def _recurrent(self, layer: int, part: str) -> tuple[object, str]:
+        """The owner of a recurrent mixer's matrix, and the attribute's name."""
+        mixer: Any = self._unfused_block(layer).mixer
+        mixer = mixer.recurrent if isinstance(mixer, ParallelMixers) else mixer
+        if isinstance(mixer, InOutMixer):
+            return mixer, f"{part}_proj"
+        name, _, half = part.partition("_")
+        return (getattr(mixer, name), half) if half else (mixer, name)
+
+    def _unfused_block(self, layer: int) -> Any:
         """Unfuse a block: a fused one would not see its modules change."""
         block = self.blocks[layer]
         if isinstance(block, FusedBlock):

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import spec
 from ..config import FrozenConfig
 from ..errors import CacheTooSmall, InputError, NotLoaded
+from ..kernels.interface import StateSlots
 from ..kvcache import CacheBase
 from ..lora import Lora
 from ..multimodal import EMBEDDING_INDEX, MMEmbedding, embedding_spans, mrope_positions
@@ -94,7 +95,7 @@ def check_ids(ids: Sequence[int], embeddings: Sequence[MMEmbedding], vocab_size:
 
 
 def uses_mrope(model: spec.Model) -> bool:
-    return any(layer.attn.rope is not None and layer.attn.rope.mrope_sections for layer in model.layers)
+    return any(attn.rope is not None and attn.rope.mrope_sections for attn in model.attentions)
 
 
 def prompt_mrope_positions(
@@ -124,7 +125,9 @@ class ForwardRequest:
     def tokens(self) -> int:
         return int(self.ids.shape[1])
 
-    def chunk_batch(self, start: int, stop: int, page_table: Tensor, outputs: Outputs) -> Batch:
+    def chunk_batch(
+        self, start: int, stop: int, page_table: Tensor, state_slots: StateSlots | None, outputs: Outputs
+    ) -> Batch:
         """Tokens `start` to `stop` as one batch."""
         max_kv_len = self.past + stop
         return Batch(
@@ -135,6 +138,7 @@ class ForwardRequest:
             max_kv_len=max_kv_len,
             uniform=self.mask is None,
             mask=None if self.mask is None else self.mask[:, :max_kv_len],
+            state_slots=state_slots,
             vector_spans=tuple(_slice_spans(self.vector_spans, start, stop)),
             adapters=self.adapters,
             outputs=outputs,

@@ -191,7 +191,12 @@ class CacheOwnerInfo:
 
 def kv_shapes(model: spec.Model) -> list[LayerShape]:
     """The cache shape of each layer."""
-    return [LayerShape(layer.attn.kv_heads, layer.attn.head_dim) for layer in model.layers]
+
+    def shape(layer: spec.Layer) -> LayerShape:
+        attn = layer.attention
+        return LayerShape(0 if attn is None else attn.kv_heads, 0 if attn is None else attn.head_dim, layer.state)
+
+    return [shape(layer) for layer in model.layers]
 
 
 def open_checkpoint(config: FrozenConfig) -> WeightSource:

@@ -579,7 +579,8 @@ class Model:
             if abort_event is not None and abort_event.is_set():
                 return None
             before_last = requested == "last" and stop < request.tokens
-            batch = request.chunk_batch(start, stop, pages, "none" if before_last else requested)
+            slots = None if cache is None else cache.next_state_slots(request.rows, stop - start, loaded.device)
+            batch = request.chunk_batch(start, stop, pages, slots, "none" if before_last else requested)
             logits, state = decoder.forward(batch, layers)
             if cache is not None:
                 cache.current_seq_len += stop - start

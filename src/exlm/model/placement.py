@@ -331,10 +331,16 @@ def _dequantized_bytes(packed_sizes: Mapping[str, int], profile: ComputeProfile)
 
 def _activation_bytes(config: FrozenConfig, layer: spec.Layer, profile: ComputeProfile) -> int:
     """Bytes of one layer's activations, and of its RoPE tables."""
-    attn, mlp, item_bytes = layer.attn, layer.mlp, profile.dtype.itemsize
-    active = mlp.active if isinstance(mlp, spec.Moe) else 1
-    wide = 6 * config.spec.hidden + 2 * (attn.heads + 2 * attn.kv_heads) * attn.head_dim
-    total = min(config.max_input_len, config.max_seq_len) * (wide + 3 * mlp.width * active) * item_bytes
+    attn, item_bytes = layer.attention, profile.dtype.itemsize
+    wide = 6 * config.spec.hidden
+    if attn is not None:
+        wide += 2 * (attn.heads + 2 * attn.kv_heads) * attn.head_dim
+    wide += 3 * sum(matrix.out_features for matrix in layer.matrices(config.spec.hidden)) if layer.state else 0
+    if (mlp := layer.mlp) is not None:
+        wide += 3 * mlp.width * (mlp.active if isinstance(mlp, spec.Moe) else 1)
+    total = min(config.max_input_len, config.max_seq_len) * wide * item_bytes
+    if attn is None:
+        return total
     if attn.rope is not None:
         total += config.max_seq_len * attn.rope.dim * 4
     if profile.uses_reference:
@@ -364,7 +370,11 @@ def check_rope_tables(config: FrozenConfig, module_devices: Sequence[DeviceInfo]
 def _rope_bytes_per_position(model: spec.Model, module_devices: Sequence[DeviceInfo], device_info: DeviceInfo) -> int:
     """Peak bytes that one position takes while the RoPE tables of a device's layers are made."""
     layers = zip(module_devices[1:], model.layers, strict=False)
-    ropes = {layer.attn.rope for device, layer in layers if device is device_info and layer.attn.rope}
+    ropes = {
+        layer.attention.rope
+        for device, layer in layers
+        if device is device_info and layer.attention is not None and layer.attention.rope is not None
+    }
     widths = [rope.dim for rope in ropes]
     # Two float32 numbers for each pair of dimensions. A CPU makes the tables: angles and a product of the
     # last table's size are in memory for a while.

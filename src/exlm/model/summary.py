@@ -54,7 +54,7 @@ class Summary:
     @property
     def cache_bytes(self) -> int:
         """KV cache bytes per token at 16 bits."""
-        return sum(4 * layer.attn.kv_heads * layer.attn.head_dim for layer in self.spec.layers)
+        return sum(4 * attn.kv_heads * attn.head_dim for attn in self.spec.attentions)
 
 
 def summarize(config: FrozenConfig, source: WeightSource) -> Summary:

@@ -1,4 +1,4 @@
-"""The modules of a decoder: attention, MLPs, blocks, embedding and head, as compositions of bound kernels.
+"""The modules of a decoder: attention and recurrent mixers, MLPs, blocks, embedding and head, as compositions of bound kernels.
 
 A module takes activations and a `Batch` and returns activations; its weights are its only state.
 `model.builder` makes modules from a description and kernels; `fused` replaces blocks and heads whose kernels
@@ -6,11 +6,22 @@ a backend can fuse. `model`, `lora`, `parallel` and `quantize` import it; it imp
 only.
 """
 
-from .attention import AllHeadsNorm, Attention, ClampedQkv, PerHeadNorm, QkvProjection
+from .attention import (
+    AllHeadsNorm,
+    Attention,
+    ClampedQkv,
+    GatedAttention,
+    LatentAttention,
+    LatentQkv,
+    LowRankQuery,
+    PerHeadNorm,
+    QkvProjection,
+)
 from .batch import Batch, LoraRef, VectorSpan
-from .block import Block, ParallelBlock
+from .block import Block, MixerBlock, MlpBlock, ParallelBlock
 from .linear import Embedding, Head, Linear
-from .mlp import Expert, Experts, GatedMlp, MoeMlp, PlainMlp
+from .mlp import Expert, Experts, GatedMlp, MoeMlp, PlainMlp, SharedExpertMlp
+from .recurrent import DeltaNet, InOutMixer, LowRankLinear, ParallelMixers
 
 __all__ = [
     "AllHeadsNorm",
@@ -18,17 +29,28 @@ __all__ = [
     "Batch",
     "Block",
     "ClampedQkv",
+    "DeltaNet",
     "Embedding",
     "Expert",
     "Experts",
+    "GatedAttention",
     "GatedMlp",
     "Head",
+    "InOutMixer",
+    "LatentAttention",
+    "LatentQkv",
     "Linear",
     "LoraRef",
+    "LowRankLinear",
+    "LowRankQuery",
+    "MixerBlock",
+    "MlpBlock",
     "MoeMlp",
     "ParallelBlock",
+    "ParallelMixers",
     "PerHeadNorm",
     "PlainMlp",
     "QkvProjection",
+    "SharedExpertMlp",
     "VectorSpan",
 ]

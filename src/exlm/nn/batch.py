@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.interface import AttnMetadata
+from ..kernels.interface import AttnMetadata, StateSlots
 
 Outputs = Literal["all", "last", "none"]
 
@@ -49,5 +49,6 @@ class Batch(AttnMetadata):
             past_lens=self.past_lens.to(device),
             page_table=self.page_table.to(device),
             mask=None if self.mask is None else self.mask.to(device),
+            state_slots=self.state_slots and StateSlots(*(slots.to(device) for slots in self.state_slots)),
             vector_spans=tuple(replace(s, vectors=s.vectors.to(device)) for s in self.vector_spans),
         )

@@ -1,14 +1,17 @@
-"""One decoder layer, in its two forms, and the transfer between layers on different devices.
+"""One decoder layer, in its forms, and the transfer between layers on different devices.
 
-A layer has a token mixer, which reads and writes the layer's part of the cache (`nn.attention`), and an MLP,
-which sees each token alone (`nn.mlp`).
+A layer has a token mixer, which reads and writes the layer's part of the cache (`nn.attention`, `nn.recurrent`), and
+an MLP, which sees each token alone (`nn.mlp`). Some families have layers with only one of them.
 
-Block            x ─┬─ norm ─ attention ─ post ─(+)─┬─ norm ─ mlp ─ post ─(+)─
-                    └───────────────────────────┘   └──────────────────────┘
+Block            x ─┬─ norm ─ mixer ─ post ─(+)─┬─ norm ─ mlp ─ post ─(+)─
+                    └───────────────────────┘   └──────────────────────┘
 
-ParallelBlock    x ─┬─ norm ─┬─ attention ─(+)─(+)─
-                    │        └─ mlp ────────┘   │
-                    └───────────────────────────┘
+ParallelBlock    x ─┬─ norm ─┬─ mixer ─(+)─(+)─
+                    │        └─ mlp ────┘   │
+                    └───────────────────────┘
+
+MixerBlock       x ─┬─ norm ─ mixer ─(+)─          MlpBlock       x ─┬─ norm ─ mlp ─(+)─
+                    └─────────────────┘                              └───────────────┘
 
 A block leaves its last addition to the next one's first norm, so that a backend can do both in one launch
 (add_norm): the residual stream between blocks is a sum and a pending residual, which is still to be added to
@@ -24,21 +27,21 @@ import torch
 from torch import Tensor
 
 from ..kernels.interface import AddNormFn, LayerKVCache, NormFn
-from .attention import Attention
 from .batch import Batch
 from .mlp import MlpLike
+from .recurrent import Mixer
 
 
 class BlockLike(Protocol):
-    """A decoder layer of either form."""
+    """A decoder layer of any form."""
 
     @property
-    def attn(self) -> Attention:
-        """The layer's attention."""
+    def mixer(self) -> Mixer | None:
+        """The layer's token mixer."""
         ...
 
     @property
-    def mlp(self) -> MlpLike:
+    def mlp(self) -> MlpLike | None:
         """The layer's MLP."""
         ...
 
@@ -48,24 +51,24 @@ class BlockLike(Protocol):
         """The residual stream in and out: (rows, tokens, hidden) and the pending residual."""
         ...
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
-        """Store the keys and values that `forward` would store, and compute nothing else."""
+    def fill_cache(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
+        """Store in the cache what `forward` would store, and compute nothing else."""
         ...
 
 
 class Block:
-    """Attention, then MLP, each with a residual connection."""
+    """Mixer, then MLP, each with a residual connection."""
 
     def __init__(
         self,
-        attn: Attention,
+        mixer: Mixer,
         mlp: MlpLike,
         attn_norm: AddNormFn,
         mlp_norm: AddNormFn,
         attn_post_norm: NormFn,
         mlp_post_norm: NormFn,
     ) -> None:
-        self.attn, self.mlp = attn, mlp
+        self.mixer, self.mlp = mixer, mlp
         self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
         self.attn_post_norm, self.mlp_post_norm = attn_post_norm, mlp_post_norm
 
@@ -74,19 +77,19 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """The residual stream in and out."""
         x, normed = self.attn_norm(x, pending_residual)
-        x, normed = self.mlp_norm(x, self.attn_post_norm(self.attn.forward(normed, batch, kv)))
+        x, normed = self.mlp_norm(x, self.attn_post_norm(self.mixer.forward(normed, batch, kv)))
         return x, self.mlp_post_norm(self.mlp.forward(normed, batch))
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
-        """Project and attend; the attention's output is not used."""
-        self.attn.head_outputs(self.attn_norm(x, pending_residual)[1], batch, kv)
+    def fill_cache(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
+        """The mixer's part of that."""
+        self.mixer.fill_cache(self.attn_norm(x, pending_residual)[1], batch, kv)
 
 
 class ParallelBlock:
-    """Attention and MLP in parallel, on the same normalised input."""
+    """Mixer and MLP in parallel, on the same normalised input."""
 
-    def __init__(self, attn: Attention, mlp: MlpLike, norm: AddNormFn, post_norm: NormFn) -> None:
-        self.attn, self.mlp = attn, mlp
+    def __init__(self, mixer: Mixer, mlp: MlpLike, norm: AddNormFn, post_norm: NormFn) -> None:
+        self.mixer, self.mlp = mixer, mlp
         self.norm, self.post_norm = norm, post_norm
 
     def forward(
@@ -94,11 +97,52 @@ class ParallelBlock:
     ) -> tuple[Tensor, Tensor]:
         """The residual stream in and out."""
         x, normed = self.norm(x, pending_residual)
-        return x, self.post_norm(self.attn.forward(normed, batch, kv) + self.mlp.forward(normed, batch))
+        return x, self.post_norm(self.mixer.forward(normed, batch, kv) + self.mlp.forward(normed, batch))
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
-        """Project and attend; the attention's output is not used."""
-        self.attn.head_outputs(self.norm(x, pending_residual)[1], batch, kv)
+    def fill_cache(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
+        """The mixer's part of that."""
+        self.mixer.fill_cache(self.norm(x, pending_residual)[1], batch, kv)
+
+
+class MixerBlock:
+    """A layer that is a mixer alone."""
+
+    mlp = None
+
+    def __init__(self, mixer: Mixer, norm: AddNormFn, post_norm: NormFn) -> None:
+        self.mixer = mixer
+        self.norm, self.post_norm = norm, post_norm
+
+    def forward(
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream in and out."""
+        x, normed = self.norm(x, pending_residual)
+        return x, self.post_norm(self.mixer.forward(normed, batch, kv))
+
+    def fill_cache(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
+        """The mixer's part of that."""
+        self.mixer.fill_cache(self.norm(x, pending_residual)[1], batch, kv)
+
+
+class MlpBlock:
+    """A layer that is an MLP alone."""
+
+    mixer = None
+
+    def __init__(self, mlp: MlpLike, norm: AddNormFn, post_norm: NormFn) -> None:
+        self.mlp = mlp
+        self.norm, self.post_norm = norm, post_norm
+
+    def forward(
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream in and out."""
+        x, normed = self.norm(x, pending_residual)
+        return x, self.post_norm(self.mlp.forward(normed, batch))
+
+    def fill_cache(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
+        """Do nothing: it has no cache."""
 
 
 TransferFn = Callable[[Tensor, Tensor | None, Batch], tuple[Tensor, Tensor | None, Batch]]

@@ -30,6 +30,7 @@ from .batch import Batch
 from .block import Block, BlockLike
 from .linear import Head, Linear
 from .mlp import GatedMlp, MlpLike, MoeMlp
+from .recurrent import Mixer
 
 
 class GateUpThenActivation(FusedLinear):
@@ -87,21 +88,23 @@ class FusedBlock:
     `Decoder.replace` first puts the block back in this one's place.
     """
 
-    def __init__(self, block: Block, qkv: FusedLinear, o: FusedLinear, mlp: FusedMlp | None, max_tokens: int) -> None:
-        """Batches of at most `max_tokens` run fused; without `mlp` (MoE) the block's own MLP runs."""
-        self.block = block
+    def __init__(
+        self, block: Block, attn: Attention, qkv: FusedLinear, o: FusedLinear, mlp: FusedMlp | None, max_tokens: int
+    ) -> None:
+        """`attn` is the block's mixer. Batches of at most `max_tokens` run fused; without `mlp` (MoE) its own MLP runs."""
+        self.block, self._attn = block, attn
         self.qkv, self.o, self.fused_mlp = qkv, o, mlp
         self.max_tokens = max_tokens
-        self._unfused_block = _with_unfused_products(block, qkv, mlp)
+        self._unfused_block = _with_unfused_products(block, attn, qkv, mlp)
         self.fused_layer: FusedLayer | None = None
         if mlp is not None:
-            norm = None if block.attn.norm is no_qk_norm else block.attn.norm
-            self.fused_layer = qkv.fuse_layer(block.attn.attend, norm, o, *mlp)
+            norm = None if attn.norm is no_qk_norm else attn.norm
+            self.fused_layer = qkv.fuse_layer(attn.attend, norm, o, *mlp)
 
     @property
-    def attn(self) -> Attention:
-        """The block's attention, not fused."""
-        return self.block.attn
+    def mixer(self) -> Mixer:
+        """The block's mixer, not fused."""
+        return self.block.mixer
 
     @property
     def mlp(self) -> MlpLike:
@@ -117,7 +120,7 @@ class FusedBlock:
         x = x if pending_residual is None else x + pending_residual
         if self.fused_layer is not None and (output := self.fused_layer(x, kv, batch)) is not None:
             return output, None
-        attn = self.block.attn
+        attn = self._attn
         shape = (*x.shape[:2], -1, attn.head_dim)
         q, k, v = (part.view(shape) for part in self.qkv(x, None))
         q, k = attn.norm(q, k)
@@ -129,10 +132,10 @@ class FusedBlock:
         (x,) = self.fused_mlp.down(hidden, x)
         return x, None
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
+    def fill_cache(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
         """Store keys and values only. A batch of few tokens runs the whole layer, which takes hardly longer."""
         if batch.ids.numel() > FUSE_MAX_TOKENS or self._block_for(batch) is not None:
-            (self.block if batch.adapters else self._unfused_block).fill_kv(x, pending_residual, batch, kv)
+            (self.block if batch.adapters else self._unfused_block).fill_cache(x, pending_residual, batch, kv)
         else:
             self.forward(x, pending_residual, batch, kv)
 
@@ -143,9 +146,9 @@ class FusedBlock:
         return self._unfused_block if batch.ids.numel() > self.max_tokens else None
 
 
-def _with_unfused_products(block: Block, qkv: FusedLinear, fused_mlp: FusedMlp | None) -> Block:
+def _with_unfused_products(block: Block, attn: Attention, qkv: FusedLinear, fused_mlp: FusedMlp | None) -> Block:
     """The block with the `unfused` products of matrices that share an input, for many tokens."""
-    attn, mlp = block.attn, block.mlp
+    mlp = block.mlp
     attn = Attention(attn.head_dim, UnfusedQkv(qkv), attn.norm, attn.attend, attn.o)
     if fused_mlp is not None and isinstance(mlp, GatedMlp):
         mlp = UnfusedGateUpMlp(mlp, fused_mlp.gate_up)
@@ -156,7 +159,10 @@ def fuse_block(
     block: Block, act: spec.Activation, attn_norm: NormPrologue, mlp_norm: NormPrologue, backend: SupportsFusion
 ) -> FusedBlock:
     """The block with the backend's fused projections; `Unsupported` if the backend declines one."""
-    qkv, mlp = block.attn.qkv, block.mlp
+    attn, mlp = block.mixer, block.mlp
+    if type(attn) is not Attention:
+        raise Unsupported("a mixer other than plain attention")
+    qkv = attn.qkv
     if not isinstance(mlp, GatedMlp | MoeMlp) or not isinstance(qkv, QkvProjection):
         raise Unsupported("an MLP that is neither gated nor MoE, or clamped projections")
 
@@ -165,7 +171,7 @@ def fuse_block(
     ) -> FusedLinear:
         return backend.fused_linear([linear.kernel for linear in linears], prologue, act)
 
-    fused_qkv, fused_o = fused(qkv.q, qkv.k, qkv.v, prologue=attn_norm), fused(block.attn.o)
+    fused_qkv, fused_o = fused(qkv.q, qkv.k, qkv.v, prologue=attn_norm), fused(attn.o)
     fused_mlp = None
     if isinstance(mlp, GatedMlp):
         try:
@@ -173,7 +179,7 @@ def fuse_block(
         except Unsupported:
             gate_up = GateUpThenActivation(fused(mlp.gate, mlp.up, prologue=mlp_norm), mlp.act)
         fused_mlp = FusedMlp(gate_up, fused(mlp.down))
-    return FusedBlock(block, fused_qkv, fused_o, fused_mlp, backend.max_fused_tokens)
+    return FusedBlock(block, attn, fused_qkv, fused_o, fused_mlp, backend.max_fused_tokens)
 
 
 class FusedBlockStack:

@@ -46,9 +46,9 @@ class PlainMlp:
 
 
 class Expert(NamedTuple):
-    """The three matrices of one expert, a gated MLP."""
+    """The matrices of one expert, an MLP with or without gate."""
 
-    gate: Linear
+    gate: Linear | None
     up: Linear
     down: Linear
 
@@ -75,3 +75,27 @@ class MoeMlp:
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
         return self.experts.forward(x, self.router.forward(x, batch), batch)
+
+
+class SharedExpertMlp:
+    """Experts, and beside them a shared one that runs for every token, maybe with a gate on its output."""
+
+    def __init__(self, routed: MoeMlp, shared: MlpLike, gate: Linear | None) -> None:
+        self.routed, self.shared, self.gate = routed, shared, gate
+
+    @property
+    def router(self) -> Linear:
+        """The router of the routed experts."""
+        return self.routed.router
+
+    @property
+    def experts(self) -> Experts:
+        """The routed experts."""
+        return self.routed.experts
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(rows, tokens, hidden) → the same shape."""
+        shared = self.shared.forward(x, batch)
+        if self.gate is not None:
+            shared = shared * self.gate.forward(x, batch).sigmoid()
+        return self.routed.forward(x, batch) + shared

@@ -5,28 +5,53 @@ it. This package imports only the standard library, and every package may import
 `tensor_names`.
 """
 
-from .model import Activation, Attention, Embed, Head, Layer, Mlp, Model, Moe, Norm, QkNorm
+from .model import (
+    Activation,
+    Attention,
+    DeltaNet,
+    Embed,
+    Head,
+    LatentAttention,
+    Layer,
+    Mamba2,
+    Mixer,
+    Mlp,
+    Model,
+    Moe,
+    Norm,
+    ParallelMixers,
+    QkNorm,
+    ShortConv,
+    StateShape,
+)
 from .rope import DynamicNtkScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, RopeScaling, YarnScaling
 from .tensor_names import KeyRename, TensorLocation, TensorNames
 
 __all__ = [
     "Activation",
     "Attention",
+    "DeltaNet",
     "DynamicNtkScaling",
     "Embed",
     "Head",
     "KeyRename",
+    "LatentAttention",
     "Layer",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "Mamba2",
+    "Mixer",
     "Mlp",
     "Model",
     "Moe",
     "Norm",
+    "ParallelMixers",
     "QkNorm",
     "Rope",
     "RopeScaling",
+    "ShortConv",
+    "StateShape",
     "TensorLocation",
     "TensorNames",
     "YarnScaling",

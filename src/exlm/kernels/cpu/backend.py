@@ -116,4 +116,4 @@ class CpuBackend:
     def _unsupported(self, *_: Any, **__: Any) -> Any:
         raise Unsupported("left to plain torch")
 
-    activation = moe = _unsupported
+    activation = moe = delta_net = mamba2 = short_conv = _unsupported

@@ -155,8 +155,19 @@ class CudaBackend:
             raise Unsupported(f"heads of {attn.head_dim} numbers, only of {HEAD_DIMS[0]} and {HEAD_DIMS[1]}")
         return PagedDecodeAttention(self._counters, attn, rope, self._fallback.attention(attn, rope))
 
-    def moe(self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]) -> b.MoeFn:
+    def moe(
+        self,
+        moe: spec.Moe,
+        gate: list[b.LinearFn],
+        up: list[b.LinearFn],
+        down: list[b.LinearFn],
+        selection_bias: Tensor | None = None,
+    ) -> b.MoeFn:
         """Packed experts, those of a layer in one layout."""
+        if moe.routing != "softmax" or selection_bias is not None or moe.routing_groups > 1 or moe.weight_scale != 1.0:
+            raise Unsupported("routing other than the softmax's largest")
+        if not moe.gated:
+            raise Unsupported("experts without gates")
         own = [linear for linear in (*gate, *up, *down) if isinstance(linear, CudaLinear)]
         if len(own) < 3 * moe.experts:
             raise Unsupported("experts that are not packed")
@@ -182,7 +193,7 @@ class CudaBackend:
     def _declined(self, *_: Any, **__: Any) -> Any:
         raise Unsupported("only packed matrices, experts and attention")
 
-    embedding = norm = add_norm = activation = gated = rope = _declined
+    embedding = norm = add_norm = activation = gated = rope = delta_net = mamba2 = short_conv = _declined
 
 
 def _share_layout(linears: Sequence[CudaLinear], weights: Sequence[MmaWeight]) -> None:

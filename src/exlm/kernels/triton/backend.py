@@ -71,6 +71,19 @@ class TritonBackend:
         gate: list[interface.LinearFn],
         up: list[interface.LinearFn],
         down: list[interface.LinearFn],
+        selection_bias: Tensor | None = None,
     ) -> interface.MoeFn:
         """Declined."""
         raise Unsupported("no kernel for experts")
+
+    def delta_net(self, mixer: spec.DeltaNet, params: interface.DeltaNetParams) -> interface.DeltaNetFn:
+        """Declined."""
+        raise Unsupported("no kernel for delta nets")
+
+    def mamba2(self, mixer: spec.Mamba2, params: interface.Mamba2Params) -> interface.Mamba2Fn:
+        """Declined."""
+        raise Unsupported("no kernel for Mamba 2")
+
+    def short_conv(self, mixer: spec.ShortConv, conv: Tensor, bias: Tensor | None) -> interface.ShortConvFn:
+        """Declined."""
+        raise Unsupported("no kernel for short convolutions")
