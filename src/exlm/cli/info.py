@@ -65,16 +65,19 @@ def _print_system(as_json: bool) -> None:
 
 def _facts_table(config: exlm.Config, s: exlm.Summary) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
-    attn = s.spec.layers[0].attn
-    windows = sorted({layer.attn.window for layer in s.spec.layers if layer.attn.window is not None})
+    windows = sorted({attn.window for attn in s.spec.attentions if attn.window is not None})
     table.add_row("family", s.spec.architecture)
     table.add_row("parameters", f"{s.parameters / 1e6:,.1f} million")
     names = ", ".join(s.files[:3]) + (", …" if len(s.files) > 3 else "")
     table.add_row("files", f"{format_bytes(s.file_bytes)} in {len(s.files)} ({names})")
     table.add_row("layers", f"{len(s.spec.layers)} of width {s.spec.hidden}")
-    table.add_row("heads", f"{attn.heads} for queries, {attn.kv_heads} for keys and values, {attn.head_dim} wide")
+    if s.spec.is_recurrent:
+        table.add_row("mixers", ", ".join(f"{count} {name}" for name, count in s.mixers.items()))
+        table.add_row("state", f"{format_bytes(s.state_bytes)} for each sequence")
+    if attn := next(iter(s.spec.attentions), None):
+        table.add_row("heads", f"{attn.heads} for queries, {attn.kv_heads} for keys and values, {attn.head_dim} wide")
     if windows:
-        count = sum(layer.attn.window is not None for layer in s.spec.layers)
+        count = sum(attn.window is not None for attn in s.spec.attentions)
         table.add_row("windows", f"{', '.join(map(str, windows))} tokens in {count} layers")
     table.add_row("vocabulary", f"{s.spec.vocab:,}")
     table.add_row("context", f"{config.max_seq_len:,} tokens, {format_bytes(s.cache_bytes)} of cache each at 16 bits")

@@ -151,12 +151,12 @@ def vector_specs(model: spec.Model) -> Iterator[VectorSpec]:
     if model.embed.learned_positions:
         yield VectorSpec("positions", ((model.embed.learned_positions, model.hidden),))
     for i, layer in enumerate(model.layers):
-        prefix, attn = f"layers.{i}.", layer.attn
+        prefix, attn = f"layers.{i}.", layer.attention
         for name in ("attn_norm", "mlp_norm", "attn_post", "mlp_post"):
             norm: spec.Norm | None = getattr(layer, name)
             if norm is not None and not (layer.parallel and name != "attn_norm"):
                 yield VectorSpec(prefix + name, (hidden_shape,), norm.bias)
-        if attn.qk_norm is not None:
+        if attn is not None and attn.qk_norm is not None:
             for part, heads in (("q", attn.heads), ("k", attn.kv_heads)):
                 shapes: tuple[tuple[int, ...], ...] = ((attn.head_dim,), (heads, attn.head_dim))
                 if attn.qk_norm.scope == "all":

@@ -47,6 +47,7 @@ FAMILIES: dict[str, FamilyFunction] = {
     "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_vl,
     "Qwen3ForCausalLM": qwen.qwen3,
     "Qwen3MoeForCausalLM": qwen.qwen3_moe,
+    "Qwen3_5ForCausalLM": qwen.qwen3_5,
     "SmolLM3ForCausalLM": llama.smollm3,
     "Starcoder2ForCausalLM": gpt.starcoder2,
     "YiForCausalLM": llama.yi,

@@ -36,7 +36,8 @@ def cohere2(c: ConfigReader) -> spec.Model:
     sizes = layer_windows(c, c.num_layers(), lambda i: (i + 1) % pattern != 0)
 
     def change(i: int, layer: spec.Layer) -> spec.Layer:
-        attn = replace(layer.attn, window=sizes[i], rope=None if sizes[i] is None else layer.attn.rope)
-        return replace(layer, attn=attn)
+        return layer.with_attention(
+            lambda attn: replace(attn, window=sizes[i], rope=None if sizes[i] is None else attn.rope)
+        )
 
     return map_layers(_parallel_decoder(c), change)

@@ -150,7 +150,7 @@ def map_layers(model: spec.Model, change: Callable[[int, spec.Layer], spec.Layer
 
 def with_windows(model: spec.Model, sizes: list[int | None]) -> spec.Model:
     """The model with a sliding window in each layer's attention."""
-    return map_layers(model, lambda i, layer: replace(layer, attn=replace(layer.attn, window=sizes[i])))
+    return map_layers(model, lambda i, layer: layer.with_attention(lambda attn: replace(attn, window=sizes[i])))
 
 
 def decoder(c: ConfigReader, layers: Iterable[spec.Layer], **changes: Any) -> spec.Model:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from .. import spec
-from ..spec import RopeScaling
+from ..spec import Attention, Mlp, Moe, RopeScaling
 from .config_reader import ConfigReader
 from .overrides import primary_rope
 
@@ -73,7 +73,7 @@ class ConfigAttributes:
     def arch(self) -> ArchParams:
         """Parameters of the architecture, such as `config.arch.lm.requires_bos`."""
         model, first = self.spec, self.spec.layers[0]
-        rope, windows = primary_rope(model), [layer.attn.window is not None for layer in model.layers]
+        rope, windows = primary_rope(model), [attn.window is not None for attn in model.attentions]
         styles = {"gptj": RopeStyle.GPTJ, "neox": RopeStyle.NEOX}
         return ArchParams(
             model.architecture,
@@ -82,10 +82,10 @@ class ConfigAttributes:
                 is_moe=self.num_experts is not None,
                 norm="rmsnorm" if model.final_norm.kind == "rms" else "layernorm",
                 rope_style=RopeStyle.NONE if rope is None else styles[rope.style],
-                mlp_gate=not isinstance(first.mlp, spec.Mlp) or first.mlp.gated,
-                mlp_act_func=first.mlp.act,
+                mlp_gate=self._mlp.gated,
+                mlp_act_func=self._mlp.act,
                 parallel_decoder_blocks=first.parallel,
-                swa=all(windows),
+                swa=bool(windows) and all(windows),
                 alternating_swa=any(windows) and not all(windows),
                 residual_stream_fp32=model.fp32_residual,
                 mrope=self.mrope_section is not None,
@@ -108,26 +108,36 @@ class ConfigAttributes:
         return len(self.spec.layers)
 
     @property
+    def _attention(self) -> Attention:
+        """The attention of the first layer that has one; of a model without any, one without heads."""
+        return next(iter(self.spec.attentions), Attention(0, 0, 0, None, 1.0))
+
+    @property
     def num_attention_heads(self) -> int:
-        return self.spec.layers[0].attn.heads
+        return self._attention.heads
 
     @property
     def num_key_value_heads(self) -> int:
-        return self.spec.layers[0].attn.kv_heads
+        return self._attention.kv_heads
 
     @property
     def num_key_value_groups(self) -> int:
         """Query heads that share a key/value head."""
-        return self.num_attention_heads // self.num_key_value_heads
+        return self.num_attention_heads // max(1, self.num_key_value_heads)
 
     @property
     def head_dim(self) -> int:
-        return self.spec.layers[0].attn.head_dim
+        return self._attention.head_dim
+
+    @property
+    def _mlp(self) -> Mlp | Moe:
+        """The MLP of the first layer that has one."""
+        return next(layer.mlp for layer in self.spec.layers if layer.mlp is not None)
 
     @property
     def intermediate_size(self) -> int:
-        """Intermediate size of the first layer's MLP, or of one of its experts."""
-        return self.spec.layers[0].mlp.width
+        """Intermediate size of the first MLP, or of one of its experts."""
+        return self._mlp.width
 
     @property
     def num_experts(self) -> int | None:
@@ -143,11 +153,11 @@ class ConfigAttributes:
 
     @property
     def use_qk_norm(self) -> bool:
-        return self.spec.layers[0].attn.qk_norm is not None
+        return self._attention.qk_norm is not None
 
     @property
     def attn_logit_softcapping(self) -> float | None:
-        return self.spec.layers[0].attn.softcap
+        return self._attention.softcap
 
     @property
     def final_logit_softcapping(self) -> float | None:
@@ -191,12 +201,16 @@ class ConfigAttributes:
     @property
     def sliding_window(self) -> int:
         """Sliding window in tokens; 0 if no layer has one."""
-        return max((layer.attn.window or 0 for layer in self.spec.layers), default=0)
+        return max((attn.window or 0 for attn in self.spec.attentions), default=0)
 
     @property
     def sliding_window_pattern(self) -> int:
         """n if exactly every n-th layer has full attention and the others a window; 1 without such a pattern."""
-        full_attention = [i + 1 for i, layer in enumerate(self.spec.layers) if layer.attn.window is None]
+        full_attention = [
+            i + 1
+            for i, layer in enumerate(self.spec.layers)
+            if layer.attention is None or layer.attention.window is None
+        ]
         if not full_attention or not self.sliding_window:
             return 1
         period = full_attention[0]

@@ -44,7 +44,7 @@ def granite(c: ConfigReader) -> spec.Model:
     """Llama with four multipliers: embedding, attention, residual, logits."""
     attn = attention(c, scale=c.positive("attention_multiplier", default=1.0))
     residual = c.real("residual_multiplier", default=1.0)
-    return map_layers(llama(c), lambda _, layer: replace(layer, attn=attn, residual_scale=residual))
+    return map_layers(llama(c), lambda _, layer: replace(layer, mixer=attn, residual_scale=residual))
 
 
 def minicpm(c: ConfigReader) -> spec.Model:
@@ -71,8 +71,9 @@ def smollm3(c: ConfigReader) -> spec.Model:
     sizes = layer_windows(c, depth, lambda i: not rope_layers[i]) if use_windows else [None] * depth
 
     def change(i: int, layer: spec.Layer) -> spec.Layer:
-        attn = replace(layer.attn, window=sizes[i], rope=layer.attn.rope if rope_layers[i] else None)
-        return replace(layer, attn=attn)
+        return layer.with_attention(
+            lambda attn: replace(attn, window=sizes[i], rope=attn.rope if rope_layers[i] else None)
+        )
 
     return map_layers(model, change)
 
@@ -102,7 +103,7 @@ def internlm2(c: ConfigReader) -> spec.Model:
         mlp__down=TensorLocation(LAYER_PREFIX + "feed_forward.w2"),
         **interleaved_qkv(attn, "self_attn.wqkv"),
     )
-    return replace(map_layers(llama(c), lambda _, layer: replace(layer, attn=attn)), names=names)
+    return replace(map_layers(llama(c), lambda _, layer: replace(layer, mixer=attn)), names=names)
 
 
 def glm4(c: ConfigReader) -> spec.Model:

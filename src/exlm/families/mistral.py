@@ -83,6 +83,6 @@ def phi3(c: ConfigReader) -> spec.Model:
     """Mistral whose files may fuse q, k, v and gate, up; LongRoPE for long contexts."""
     model = mistral(c.with_defaults(rms_norm_eps=1e-5))
     names = TensorNames().with_locations(
-        **fused_qkv(model.layers[0].attn, "self_attn.qkv_proj"), **fused_gate_up(model.layers[0].mlp.width)
+        **fused_qkv(model.attentions[0], "self_attn.qkv_proj"), **fused_gate_up(c.size("intermediate_size"))
     )
     return replace(model, names=names)

@@ -27,10 +27,8 @@ def primary_rope(model: spec.Model) -> spec.Rope | None:
 
     Context extension changes only this one: a windowed layer (Gemma 3) attends no further than its window.
     """
-    ropes = [layer.attn.rope for layer in model.layers if layer.attn.rope is not None]
-    full_attention = [
-        layer.attn.rope for layer in model.layers if layer.attn.rope is not None and layer.attn.window is None
-    ]
+    ropes = [attn.rope for attn in model.attentions if attn.rope is not None]
+    full_attention = [attn.rope for attn in model.attentions if attn.rope is not None and attn.window is None]
     return next(iter(full_attention or ropes), None)
 
 
@@ -47,8 +45,8 @@ def apply_overrides(model: spec.Model, overrides: Overrides) -> spec.Model:
         raise InputError(f"{model.architecture} has no rotary positions to scale.")
 
     def change(layer: spec.Layer) -> spec.Layer:
-        if new is not None and layer.attn.rope == old:
-            layer = replace(layer, attn=replace(layer.attn, rope=new))
+        if new is not None and layer.attention is not None and layer.attention.rope == old:
+            layer = layer.with_attention(lambda attn: replace(attn, rope=new))
         if isinstance(layer.mlp, spec.Moe) and overrides.active_experts is not None:
             if not 1 <= overrides.active_experts <= layer.mlp.experts:
                 raise InputError(

@@ -258,7 +258,7 @@ class Router:
 
     def _in_selected_groups(self, ranking: Tensor) -> Tensor:
         """The ranking with -inf for experts outside the groups whose two best experts rank highest together."""
-        grouped = ranking.unflatten(-1, (self.moe.routing_groups, -1))
+        grouped = ranking.view(len(ranking), self.moe.routing_groups, -1)
         group_rank = grouped.topk(min(2, grouped.shape[-1]), -1)[0].sum(-1)
         selected = group_rank.sort(dim=-1, descending=True, stable=True)[1][:, : self.moe.active_groups]
         keep = torch.zeros_like(group_rank, dtype=torch.bool).scatter_(1, selected, True)

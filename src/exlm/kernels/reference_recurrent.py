@@ -44,10 +44,7 @@ def causal_conv(
     """
     rows, tokens, channels = x.shape
     past = weight.shape[1] - 1
-    if states is None:
-        before = torch.zeros(rows, past, channels, device=x.device)
-    else:
-        before = read_states(states, slots, rows)
+    before = torch.zeros(rows, past, channels, device=x.device) if states is None else read_states(states, slots, rows)
     inputs = torch.cat((before, x.float()), 1)  # (rows, kernel - 1 + tokens, channels)
     out = torch.zeros(rows, tokens, channels, device=x.device) if bias is None else bias.expand(rows, tokens, channels)
     for i in range(past + 1):
@@ -73,7 +70,7 @@ class ReferenceDeltaNet:
         m, slots = self.mixer, metadata.state_slots
         rows, tokens = qkv.shape[:2]
         mixed = F.silu(causal_conv(qkv, self.params.conv, None, None if state is None else state.conv, slots))
-        q, k, v = mixed.split((m.key_width, m.key_width, m.value_width), -1)
+        q, k, v = mixed.split_with_sizes((m.key_width, m.key_width, m.value_width), -1)
         share = m.value_heads // m.key_heads
         q, k = (_l2_normalized(x.reshape(rows, tokens, -1, m.key_dim)).repeat_interleave(share, 2) for x in (q, k))
         v = v.reshape(rows, tokens, -1, m.value_dim)
@@ -125,12 +122,10 @@ class ReferenceMamba2:
         m, p, slots = self.mixer, self.params, metadata.state_slots
         rows, tokens = projected.shape[:2]
         bc_width = m.groups * m.state_dim
-        parts = projected.float().split((m.width, m.width, bc_width, bc_width, m.heads), -1)
+        parts = projected.float().split_with_sizes((m.width, m.width, bc_width, bc_width, m.heads), -1)
         z, x, b, c, dt = (part * scale for part, scale in zip(parts, m.part_scales, strict=True))
-        mixed = causal_conv(
-            torch.cat((x, b, c), -1), p.conv, p.conv_bias, None if state is None else state.conv, slots
-        )
-        x, b, c = F.silu(mixed).split((m.width, bc_width, bc_width), -1)
+        mixed = causal_conv(torch.cat((x, b, c), -1), p.conv, p.conv_bias, None if state is None else state.conv, slots)
+        x, b, c = F.silu(mixed).split_with_sizes((m.width, bc_width, bc_width), -1)
         x = x.reshape(rows, tokens, m.heads, m.head_dim)
         share = m.heads // m.groups
         b, c = (v.reshape(rows, tokens, m.groups, m.state_dim).repeat_interleave(share, 2) for v in (b, c))
@@ -168,7 +163,7 @@ class ReferenceMamba2:
             return y * gate
         if not self.mixer.norm_before_gate:
             y = y * gate
-        grouped = y.unflatten(-1, (self.mixer.norm_groups, -1))
+        grouped = y.view(*y.shape[:-1], self.mixer.norm_groups, -1)
         y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + norm.eps)).flatten(-2) * self.params.norm
         return y * gate if self.mixer.norm_before_gate else y
 
@@ -184,7 +179,7 @@ class ReferenceShortConv:
 
     def __call__(self, projected: Tensor, state: RecurrentState | None, metadata: AttnMetadata) -> Tensor:
         """The projection to B, C, x → (rows, tokens, width)."""
-        b, c, x = projected.float().split(self.mixer.width, -1)
+        b, c, x = projected.float().chunk(3, -1)
         states = None if state is None else state.conv
         return (c * causal_conv(b * x, self.weight, self.bias, states, metadata.state_slots)).to(self.dtype)
 

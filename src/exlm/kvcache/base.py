@@ -287,7 +287,9 @@ class CacheBase(ABC):
         layers = [self._make_layer(shape, torch.device("meta")) for shape in self.layer_shapes]
         pages = [sum(tensor.nbytes for tensor in layer.tensors) for layer in layers]
         rows = 2 * self.batch_size
-        states = (rows * _state_bytes(shape.state, self._conv_dtype) if shape.state else 0 for shape in self.layer_shapes)
+        states = (
+            rows * _state_bytes(shape.state, self._conv_dtype) if shape.state else 0 for shape in self.layer_shapes
+        )
         return [page_bytes + state_bytes for page_bytes, state_bytes in zip(pages, states, strict=True)]
 
     def footprint(self) -> list[int]:

@@ -459,7 +459,8 @@ class Builder:
             f"{moe.active} of {moe.experts} experts",
             lambda backend: backend.moe(moe, gate, up, down, bias),
         )
-        experts = Experts(kernel, [Expert(*three) for three in zip(gates or [None] * len(ups), ups, downs, strict=True)])
+        gate_or_none: Sequence[Linear | None] = gates or [None] * moe.experts
+        experts = Experts(kernel, [Expert(*three) for three in zip(gate_or_none, ups, downs, strict=True)])
         routed = MoeMlp(self.linear(prefix + "mlp.router"), experts)
         if moe.shared is None:
             return routed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +16,17 @@ from ..spec.model import Matrix, matrices
 from .devices import pick_device, pick_dtype
 
 TIED_FORM = "tied to the embedding"
+
+MIXER_NAMES: Mapping[type, str] = {
+    spec.Attention: "attention",
+    spec.LatentAttention: "latent attention",
+    spec.DeltaNet: "delta net",
+    spec.Mamba2: "Mamba 2",
+    spec.ShortConv: "short convolution",
+    spec.ParallelMixers: "attention beside Mamba 2",
+    type(None): "MLP alone",
+}
+"""What `exlm info` calls each kind of mixer."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,17 @@ class Summary:
         tied = any(m.role == "head" and m.form == TIED_FORM for m in self.matrices)
         total = sum(m.in_features * m.out_features for m in self.matrices)
         return total + (0 if tied else self.spec.vocab * self.spec.hidden)
+
+    @property
+    def mixers(self) -> dict[str, int]:
+        """How many layers have each kind of mixer."""
+        return dict(Counter(MIXER_NAMES[type(layer.mixer)] for layer in self.spec.layers))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent states, with convolution inputs in 16 bits."""
+        shapes = [layer.state for layer in self.spec.layers if layer.state is not None]
+        return sum(2 * math.prod(one.conv) + 4 * math.prod(one.matrix or (0,)) for one in shapes)
 
     @property
     def cache_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The modules of a decoder: attention and recurrent mixers, MLPs, blocks, embedding and head, as compositions of bound kernels.
+"""The modules of a decoder, as compositions of bound kernels: mixers, MLPs, blocks, embedding and head.
 
 A module takes activations and a `Batch` and returns activations; its weights are its only state.
 `model.builder` makes modules from a description and kernels; `fused` replaces blocks and heads whose kernels

@@ -109,9 +109,7 @@ class Attention:
 class GatedAttention(Attention):
     """Attention whose heads' outputs are multiplied by sigmoid(gate)."""
 
-    def __init__(
-        self, head_dim: int, qkv: Qkv, norm: QKNormFn, attend: AttentionFn, gate: Linear, o: Linear
-    ) -> None:
+    def __init__(self, head_dim: int, qkv: Qkv, norm: QKNormFn, attend: AttentionFn, gate: Linear, o: Linear) -> None:
         super().__init__(head_dim, qkv, norm, attend, o)
         self.gate = gate
 
@@ -128,7 +126,13 @@ class LatentQkv:
     """
 
     def __init__(
-        self, widths: tuple[int, int, int, int], q: Projection, kv_down: Linear, norm: NormFn, k_up: Linear, v_up: Linear
+        self,
+        widths: tuple[int, int, int, int],
+        q: Projection,
+        kv_down: Linear,
+        norm: NormFn,
+        k_up: Linear,
+        v_up: Linear,
     ) -> None:
         """`widths`: the latent, and a head's own part of a key, its shared part, and a value."""
         self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim = widths
@@ -136,11 +140,11 @@ class LatentQkv:
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, tokens, hidden) → three of (rows, tokens, heads · (nope_dim + rope_dim))."""
-        latent, shared = self.kv_down.forward(x, batch).split((self.kv_rank, self.rope_dim), -1)
+        latent, shared = self.kv_down.forward(x, batch).split_with_sizes((self.kv_rank, self.rope_dim), -1)
         latent = self.norm(latent.contiguous())
-        own = self.k_up.forward(latent, batch).unflatten(-1, (-1, self.nope_dim))
+        own = self.k_up.forward(latent, batch).view(*x.shape[:2], -1, self.nope_dim)
         keys = torch.cat((own, shared.unsqueeze(2).expand(-1, -1, own.shape[2], -1)), -1)
-        values = self.v_up.forward(latent, batch).unflatten(-1, (-1, self.value_dim))
+        values = self.v_up.forward(latent, batch).view(*x.shape[:2], -1, self.value_dim)
         padded = F.pad(values, (0, self.nope_dim + self.rope_dim - self.value_dim))
         return self.q.forward(x, batch), keys.flatten(2), padded.flatten(2)
 
@@ -165,5 +169,5 @@ class LatentAttention(Attention):
 
     def forward(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
         """(rows, tokens, hidden) → the same shape; stores the new tokens in the layer's cache."""
-        heads = self.head_outputs(x, batch, kv).unflatten(-1, (-1, self.head_dim))
+        heads = self.head_outputs(x, batch, kv).view(*x.shape[:2], -1, self.head_dim)
         return self.o.forward(heads[..., : self.value_dim].flatten(2), batch)

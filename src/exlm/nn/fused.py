@@ -91,7 +91,7 @@ class FusedBlock:
     def __init__(
         self, block: Block, attn: Attention, qkv: FusedLinear, o: FusedLinear, mlp: FusedMlp | None, max_tokens: int
     ) -> None:
-        """`attn` is the block's mixer. Batches of at most `max_tokens` run fused; without `mlp` (MoE) its own MLP runs."""
+        """`attn` is the mixer. Batches of at most `max_tokens` run fused; without `mlp` (MoE) the MLP does not."""
         self.block, self._attn = block, attn
         self.qkv, self.o, self.fused_mlp = qkv, o, mlp
         self.max_tokens = max_tokens

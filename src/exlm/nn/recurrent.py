@@ -75,7 +75,9 @@ class DeltaNet:
 class InOutMixer:
     """A mixer with one projection before its kernel and one after: Mamba 2, or a short convolution."""
 
-    def __init__(self, kernel: Mamba2Fn | ShortConvFn, in_proj: Linear, out_proj: Linear, in_scale: float = 1.0) -> None:
+    def __init__(
+        self, kernel: Mamba2Fn | ShortConvFn, in_proj: Linear, out_proj: Linear, in_scale: float = 1.0
+    ) -> None:
         self.kernel = kernel
         self.in_proj, self.out_proj = in_proj, out_proj
         self.in_scale = in_scale

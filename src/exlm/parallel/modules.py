@@ -17,7 +17,7 @@ from .. import spec
 from ..kernels.interface import QKNormFn
 from ..nn import Batch, Embedding, Experts, Linear
 from .comm import Group
-from .shard import aligned_ranges, is_first_kv_replica
+from .shard import aligned_ranges, is_first_kv_replica, shardable_parts
 
 
 class ReplaceableModules(Protocol):
@@ -128,12 +128,13 @@ class ReceivedEmbedding(Embedding):
 def combine_ranks(decoder: ReplaceableModules, model: spec.Model, group: Group) -> None:
     """Wrap each module whose output is spread over ranks; `model` describes the whole model."""
     for i, layer in enumerate(model.layers):
+        attn, mlp = shardable_parts(layer)
         decoder.replace(f"layers.{i}.attn.o", partial(RowParallelLinear, group))
-        if (qk := layer.attn.qk_norm) is not None and qk.scope == "all":
-            counts_keys = is_first_kv_replica(layer.attn, group.rank, group.size)
-            sharded_norm = partial(ShardedQKNorm, group, layer.attn, qk.norm.eps, counts_keys)
+        if (qk := attn.qk_norm) is not None and qk.scope == "all":
+            counts_keys = is_first_kv_replica(attn, group.rank, group.size)
+            sharded_norm = partial(ShardedQKNorm, group, attn, qk.norm.eps, counts_keys)
             decoder.replace(f"layers.{i}.attn.norm", sharded_norm)
-        if isinstance(layer.mlp, spec.Moe):
+        if isinstance(mlp, spec.Moe):
             decoder.replace(f"layers.{i}.mlp.experts", partial(RowParallelExperts, group))
         else:
             decoder.replace(f"layers.{i}.mlp.down", partial(RowParallelLinear, group))

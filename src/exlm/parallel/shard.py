@@ -77,16 +77,28 @@ def is_first_kv_replica(attn: spec.Attention, rank: int, size: int) -> bool:
     return rank == 0 or heads_of_rank(attn, rank - 1, size).kv != heads_of_rank(attn, rank, size).kv
 
 
+def shardable_parts(layer: spec.Layer) -> tuple[spec.Attention, spec.Mlp | spec.Moe]:
+    """The attention and the MLP of a layer that `check_shardable` accepts."""
+    assert isinstance(layer.mixer, spec.Attention)
+    assert layer.mlp is not None
+    return layer.mixer, layer.mlp
+
+
+def _has_shared(layer: spec.Layer) -> bool:
+    return isinstance(layer.mlp, spec.Moe) and layer.mlp.shared is not None
+
+
 def shard_spec(model: spec.Model, rank: int, size: int) -> spec.Model:
     """The spec of a rank's shard: fewer heads and narrower MLPs, the rest unchanged."""
 
     def narrow(layer: spec.Layer) -> spec.Layer:
-        q, kv = heads_of_rank(layer.attn, rank, size)
-        start, stop = aligned_ranges(layer.mlp.width, size)[rank]
+        attn, mlp = shardable_parts(layer)
+        q, kv = heads_of_rank(attn, rank, size)
+        start, stop = aligned_ranges(mlp.width, size)[rank]
         return replace(
             layer,
-            attn=replace(layer.attn, heads=q[1] - q[0], kv_heads=kv[1] - kv[0]),
-            mlp=replace(layer.mlp, width=stop - start),
+            mixer=replace(attn, heads=q[1] - q[0], kv_heads=kv[1] - kv[0]),
+            mlp=replace(mlp, width=stop - start),
         )
 
     return replace(model, layers=tuple(narrow(layer) for layer in model.layers))
@@ -99,25 +111,31 @@ def slice_of_rank(model: spec.Model, role: str, rank: int, size: int) -> MatrixS
     found = _ROLE.fullmatch(role)
     if found is None:
         return None
-    layer = model.layers[int(found[1])]
-    q, kv = heads_of_rank(layer.attn, rank, size)
+    attn, mlp = shardable_parts(model.layers[int(found[1])])
+    q, kv = heads_of_rank(attn, rank, size)
     if part := found[4]:
         return MatrixSlice(0, *(q if part == "q" else kv))
     if part := found[2]:
         start, stop = kv if part in "kv" else q
-        return MatrixSlice(0 if part == "o" else 1, start * layer.attn.head_dim, stop * layer.attn.head_dim)
-    return MatrixSlice(0 if found[3] == "down" else 1, *aligned_ranges(layer.mlp.width, size)[rank])
+        return MatrixSlice(0 if part == "o" else 1, start * attn.head_dim, stop * attn.head_dim)
+    return MatrixSlice(0 if found[3] == "down" else 1, *aligned_ranges(mlp.width, size)[rank])
 
 
 def check_shardable(model: spec.Model, size: int) -> None:
     """Raise `Unsupported` for a model that cannot be sharded among so many ranks."""
     remedy = "Use fewer ranks, or model.load_autosplit(cache), which gives each device whole layers."
     for i, layer in enumerate(model.layers):
-        if size > layer.attn.heads:
-            raise Unsupported(f"Layer {i} has {layer.attn.heads} heads, too few to share among {size} ranks. {remedy}")
+        if not isinstance(layer.mixer, spec.Attention) or layer.mixer.gated or layer.mlp is None or _has_shared(layer):
+            raise Unsupported(
+                f"Layer {i} has a recurrent mixer, a gated or latent attention, or a shared expert, which are not "
+                f"sharded. {remedy}"
+            )
+        attn = layer.mixer
+        if size > attn.heads:
+            raise Unsupported(f"Layer {i} has {attn.heads} heads, too few to share among {size} ranks. {remedy}")
         if size > layer.mlp.width or size > model.vocab:
             raise Unsupported(f"Layer {i} is too narrow to share among {size} ranks. {remedy}")
-        qk = layer.attn.qk_norm
+        qk = attn.qk_norm
         if qk is not None and qk.scope == "all" and qk.norm.kind != "rms":
             raise Unsupported(
                 f"Layer {i} needs the mean of all heads together (LayerNorm), which a rank with only some of them "
@@ -188,7 +206,7 @@ class ShardedSource(RankSource):
         part = slice_of_rank(self.model, role, self.rank, self.size)
         if part is None:
             return super().tensor(role, shape, **options)
-        attn = self.model.layers[int(role.split(".")[1])].attn
+        attn, _ = shardable_parts(self.model.layers[int(role.split(".")[1])])
         heads, d = attn.heads if role.endswith("q_norm") else attn.kv_heads, attn.head_dim
         wide = attn.qk_norm is not None and attn.qk_norm.scope == "all"
         shapes: tuple[Shape, ...] = ((heads * d,),) if wide else ((d,), (heads, d))

@@ -112,6 +112,7 @@ class KVBuffer:
     """The keys and values of one layer, for rows that all have the same length, up to `length` tokens."""
 
     kv_pages = None
+    state = None
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -31,7 +31,7 @@ def peak_bytes(model: spec.Model, rows: int, length: int, *, samples_text: bool)
     layers: list[list[Matrix]] = [[] for _ in model.layers]
     for m in quantized_matrices(model):
         layers[int(m.role.split(".")[1])].append(m)
-    scores = length * max(layer.attn.heads for layer in model.layers)
+    scores = length * max((attn.heads for attn in model.attentions), default=1)
     floats = [
         # `head_grad`: the head, logits of some tokens and their gradients, states and gradients
         head + 6 * sensitivity.LOGIT_TOKENS * vocab + clusters * (2 * vocab + 2 * tokens) + 3 * states,
@@ -53,7 +53,9 @@ def peak_bytes(model: spec.Model, rows: int, length: int, *, samples_text: bool)
         ]
     if samples_text:
         # `sample_rows`: the whole model, the KV buffers of a batch, its logits
-        kv = min(calibration.SAMPLE_LENGTH, length) * sum(2 * o.attn.kv_heads * o.attn.head_dim for o in model.layers)
+        kv = min(calibration.SAMPLE_LENGTH, length) * sum(
+            2 * attn.kv_heads * attn.head_dim for attn in model.attentions
+        )
         embedding = 0 if model.head.tied else head
         floats.append(sum(map(_weights, matrices(model))) + embedding + calibration.SAMPLE_BATCH * (kv + 4 * vocab))
     return BASE_BYTES + FLOAT_BYTES * max(floats)

@@ -6,8 +6,8 @@ dataclass here, with its matrices, and a module in `nn` that computes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from .rope import Rope
@@ -53,7 +53,6 @@ class QkNorm:
 @dataclass(frozen=True)
 class Attention:
     """Softmax attention with grouped key/value heads."""
-
 
     heads: int
     kv_heads: int
@@ -350,6 +349,15 @@ class Layer:
     def state(self) -> StateShape | None:
         """What its mixer keeps of a sequence; None without a recurrent mixer."""
         return None if self.mixer is None or isinstance(self.mixer, Attention | LatentAttention) else self.mixer.state
+
+    def with_attention(self, change: Callable[[Attention], Attention]) -> Layer:
+        """The layer with its attention changed; itself if it has none, or latent attention."""
+        match self.mixer:
+            case Attention():
+                return replace(self, mixer=change(self.mixer))
+            case ParallelMixers():
+                return replace(self, mixer=replace(self.mixer, attention=change(self.mixer.attention)))
+        return self
 
     def matrices(self, hidden: int) -> Iterator[Matrix]:
         """The matrices of mixer and MLP, roles relative to the layer."""
