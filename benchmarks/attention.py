@@ -197,7 +197,7 @@ def config_tables(kernels: Kernels, speed: float) -> Iterator[Table]:
     compile_ahead(kernels)
     sizes = [(1, 512), (1, 8000), (8, 512), (64, 512)]
     for (name, heads), cache in product(SHAPES.items(), CACHES):
-        table = Table("w/st/res unit/sl/wav", "error", *(f"{n} × {past}" for n, past in sizes))
+        table = Table("warps/KV_M16/blocks, split/splits/waves", "error", *(f"{n} × {past}" for n, past in sizes))
         table.title = f"{name} {cache}: µs for each layer (share of {speed / 1e6:.2f} TB/s)"
         steps = [make_step(cache, heads, n, past, 1) for n, past in sizes]
         times = [layer_microseconds(step, kernels.triton_attention(heads)) for step in steps]
@@ -211,7 +211,7 @@ def config_tables(kernels: Kernels, speed: float) -> Iterator[Table]:
             for step in steps:
                 took = layer_microseconds(step, cuda_attention)
                 cells.append(f"{took:.1f} ({bandwidth_share(step, took, speed):.0%})")
-            form = f"{plan.warps}/{plan.kv_m16}/{plan.min_blocks} {plan.min_split}/{plan.max_splits}/{plan.max_waves}"
+            form = f"{plan.warps}/{plan.kv_m16}/{plan.min_blocks}, {plan.min_split}/{plan.max_splits}/{plan.max_waves}"
             table.add_row(form, *cells)
         yield table
 

@@ -9,10 +9,8 @@ comparison. On a shared machine only the ratios mean something.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +24,7 @@ from rich.table import Table
 from exlm import Config, Model
 from exlm.bench.shapes import Shape
 from exlm.env import cache_folder
+from exlm.formats.host_buffers import trim_heap
 
 from .synthetic import LLAMA_7B, write_dense, write_exl2
 
@@ -98,7 +97,7 @@ class MemoryReusingTimer:
             time.sleep(PAUSE_SECONDS)
             self._results.clear()
             gc.collect()
-            _trim_heap()
+            trim_heap()  # so that the next tensors are in fresh memory
         if self._cold:
             _drop_from_page_cache(self._files)
         start = time.perf_counter()
@@ -164,12 +163,6 @@ def main() -> None:
             rows = measure(folder, dtype, chosen.repeats, chosen.cold)
         cores = f"{os.cpu_count()} cores, torch with {torch.get_num_threads()} threads"
         show(console, f"{title}, {size / 1e9:.2f} GB, {cores}{', cold' if chosen.cold else ''}", rows)
-
-
-def _trim_heap() -> None:
-    """Make the C library return freed memory to the system, so that the next tensors are fresh."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
 
 
 def _drop_from_page_cache(files: list[Path]) -> None:

@@ -1,5 +1,5 @@
 """GEMM kernels on the packed matrices of a 7B model, beside the copy bandwidth: `python -m
-benchmarks.weights`.
+benchmarks.matrices`.
 
 Every matrix is a different one, so that none is in L2; times are of replayed CUDA graphs.
 """
@@ -110,7 +110,7 @@ def compile_ahead(modules: ModuleCache, model: dict[str, list[list[MmaWeight]]],
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description="Packed matrices.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.matrices", description="Packed matrices.")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16])
     parser.add_argument("--form", default="exl2", help="exl2, gptq or gguf")
     parser.add_argument("--bits", type=float, help="bits per weight; default: the format's usual")

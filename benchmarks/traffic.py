@@ -31,8 +31,9 @@ class Traffic:
     shared: int = 600
     """Tokens of a topic's prefix."""
     own: int = 60
+    """Tokens of a prompt's own end, on average; they vary by half, as do those of `new`."""
     new: int = 60
-    """Tokens of a prompt's end and of an answer, on average; they vary by half."""
+    """Tokens of an answer, on average."""
     seed: int = 0
 
 
@@ -81,7 +82,8 @@ class Request:
     first: float = 0.0
     """Time of its first token."""
     ended: float = 0.0
-    made: int = 0
+    generated: int = 0
+    """Tokens of its answer so far."""
 
     @property
     def prompt(self) -> int:
@@ -97,22 +99,22 @@ class Replica:
     speed: Speed
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
-    known: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Cached tokens by topic, the most recently used last."""
+    cached_tokens: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """By topic, the most recently used last."""
 
     def step(self, now: float) -> float:
         """Admit requests that fit and give every running one a token; returns when that is done."""
         for request in self._admitted():
             request.started = now
-            request.cached = self.known.get(request.topic, 0)
+            request.cached = self.cached_tokens.get(request.topic, 0)
             now += (request.prompt - request.cached) / self.speed.prefill
-            self._remember(request)
+            self._cache_prefix(request)
         now += self.speed.step + self.speed.row * (len(self.running) - 1)
         for request in self.running:
-            request.made += 1
+            request.generated += 1
             request.first = request.first or now
             request.ended = now
-        self.running = [request for request in self.running if request.made < request.new]
+        self.running = [request for request in self.running if request.generated < request.new]
         return now
 
     @property
@@ -131,12 +133,12 @@ class Replica:
     def _used(self) -> int:
         return sum(request.prompt + request.new for request in self.running)
 
-    def _remember(self, request: Request) -> None:
-        self.known[request.topic] = request.shared
-        self.known.move_to_end(request.topic)
+    def _cache_prefix(self, request: Request) -> None:
+        self.cached_tokens[request.topic] = request.shared
+        self.cached_tokens.move_to_end(request.topic)
         room = self.fleet.cache - self._used()
-        while len(self.known) > 1 and sum(self.known.values()) > max(room, 0):
-            self.known.popitem(last=False)
+        while len(self.cached_tokens) > 1 and sum(self.cached_tokens.values()) > max(room, 0):
+            self.cached_tokens.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -155,19 +157,19 @@ class Outcome:
     """Seconds from a request to the end of its answer."""
     hits: float
     """Of all tokens of prompts, those found in the cache."""
-    together: float
+    affinity: float
     """Of all requests, those that went to the replica that most of their topic went to."""
 
 
 def arrivals(traffic: Traffic) -> list[Request]:
     """Requests by their arrival."""
     draw = random.Random(traffic.seed)
-    now, made = 0.0, []
+    now, requests = 0.0, []
     for _ in range(traffic.requests):
         now += draw.expovariate(traffic.rate)
         own, new = (max(1, round(draw.uniform(0.5, 1.5) * mean)) for mean in (traffic.own, traffic.new))
-        made.append(Request(now, draw.randrange(traffic.topics), traffic.shared, own, new))
-    return made
+        requests.append(Request(now, draw.randrange(traffic.topics), traffic.shared, own, new))
+    return requests
 
 
 def simulate(requests: Sequence[Request], speed: Speed, fleet: Fleet) -> list[Request]:
@@ -213,7 +215,7 @@ def summarize(requests: Sequence[Request]) -> Outcome:
         replicas.setdefault(request.topic, []).append(request.replica)
     return Outcome(
         len(requests) / span,
-        sum(request.made for request in requests) / span,
+        sum(request.generated for request in requests) / span,
         statistics.median(waits),
         waits[int(0.95 * (len(waits) - 1))],
         statistics.median(times),
@@ -225,11 +227,11 @@ def summarize(requests: Sequence[Request]) -> Outcome:
 
 def outcome_table(columns: dict[str, Outcome]) -> str:
     """Outcomes side by side."""
-    units = {"throughput": "requests/s", "tokens": "tokens/s", "hits": "of 1", "together": "of 1"}
+    units = {"throughput": "requests/s", "tokens": "tokens/s", "hits": "of 1", "affinity": "of 1"}
     lines = ["".join(["".ljust(26), *(name.rjust(14) for name in columns)])]
     for one in fields(Outcome):
         name = f"{one.name.replace('_', ' ')}, {units.get(one.name, 's')}"
-        lines.append("".join([name.ljust(26), *(f"{getattr(made, one.name):14.3f}" for made in columns.values())]))
+        lines.append("".join([name.ljust(26), *(f"{getattr(run, one.name):14.3f}" for run in columns.values())]))
     return "\n".join(lines)
 
 

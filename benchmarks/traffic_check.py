@@ -49,10 +49,10 @@ def check(model: str, traffic: Traffic, fleet: Fleet) -> str:
     """Serve a model, measure its speed, run the traffic for real and simulated; returns a table."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    listing = ModelSpec(NAME, model, cache_tokens=fleet.cache, max_batch_size=fleet.batch, device="cpu")
-    shape = ClusterConfig(fleet.replicas, fleet.replicas, cpus=0.5, slack=fleet.slack, ongoing=10_000)
+    spec = ModelSpec(NAME, model, cache_tokens=fleet.cache, max_batch_size=fleet.batch, device="cpu")
+    config = ClusterConfig(fleet.replicas, fleet.replicas, cpus=0.5, slack=fleet.slack, ongoing=10_000)
     with cluster():
-        deploy(Service(listing, cluster=shape), port=port)
+        deploy(Service(spec, cluster=config), port=port)
         try:
             ask = client(port)
             speed = measure_speed(ask, traffic, fleet)
@@ -61,7 +61,7 @@ def check(model: str, traffic: Traffic, fleet: Fleet) -> str:
             import_ray("serve").shutdown()
     speeds = f"measured: {speed.prefill:.0f} tokens/s of prompts, {speed.step * 1e3:.1f} ms a step and "
     speeds += f"{speed.row * 1e3:.2f} ms a row, {speed.overhead * 1e3:.1f} ms on the way"
-    requests = [replace(one, cached=0, made=0, started=0.0, first=0.0, ended=0.0) for one in real]
+    requests = [replace(one, cached=0, generated=0, started=0.0, first=0.0, ended=0.0) for one in real]
     outcomes = {"simulated": summarize(simulate(requests, speed, fleet)), "real": summarize(real)}
     return f"{speeds}\n{outcome_table(outcomes)}"
 
@@ -138,7 +138,7 @@ def run_traffic(ask: Callable[[str, int], Reply], traffic: Traffic) -> list[Requ
             cached=got.read[1],
             started=ended - got.timings["prompt_seconds"] - got.timings["generation_seconds"],
             ended=ended,
-            made=got.reply["usage"]["completion_tokens"],
+            generated=got.reply["usage"]["completion_tokens"],
         )
 
     shared = ask(text("topic", -1, traffic.shared), 1).read[0]

@@ -153,13 +153,12 @@ def _load(setup: Setup) -> list[Probe]:
     write = [sys.executable, "-m", "benchmarks.first_token", "--folder", str(folder), "--shape", shape]
     write += ["--device", "cpu", "--turns", "0"]
     options = [str(folder), "--device", setup.device, "--batch", "1", "--context", "64", "--prompt", "64"]
+    options += ["--tokens", "8"]
     return [
         Probe(
             "load",
             f"{name} files, {setup.device}",
-            lambda checkout, out: [
-                *(sys.executable, "-m", "exlm", "bench", *options, "--tokens", "8", "--json", str(out))
-            ],
+            lambda checkout, out: [sys.executable, "-m", "exlm", "bench", *options, "--json", str(out)],
             lambda file: read_load(file, f"{name} files, {setup.device}"),
             lambda: setup.base.run(write, setup.timeout),
         )
@@ -207,7 +206,7 @@ def _sampler(setup: Setup) -> list[Probe]:
         Probe(
             "sampler",
             f"sampler, {setup.device}",
-            lambda checkout, out: [*(sys.executable, "-m", "benchmarks.sampler", *options, "--json", str(out))],
+            lambda checkout, out: [sys.executable, "-m", "benchmarks.sampler", *options, "--json", str(out)],
             lambda file: read_sampler(file, setup.device),
         )
     ]

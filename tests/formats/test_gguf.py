@@ -16,7 +16,7 @@ from torch import Tensor
 from exlm.errors import BadTensor, MissingExtra
 from exlm.formats import DenseWeight, PackedWeight
 from exlm.formats import gguf as module
-from exlm.formats.bits import pack_codes
+from exlm.formats.bits import pack_last_dim
 from exlm.formats.gguf import BLOCK_LAYOUTS, GGUF_TYPES, read
 
 FLOAT16_OFFSETS = {
@@ -113,13 +113,13 @@ def test_shares_no_memory_with_the_file() -> None:
 
 
 @given(bits=st.integers(2, 8), columns=st.integers(1, 4), turns=st.integers(1, 4), data=st.data())
-def test_pack_codes_equals_bits_pack(bits: int, columns: int, turns: int, data: st.DataObject) -> None:
+def test_pack_last_dim_equals_bits_pack(bits: int, columns: int, turns: int, data: st.DataObject) -> None:
     from exlm.formats.bits import pack
 
     seed = data.draw(st.integers(0, 2**32))
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (columns, 32 * turns), dtype=torch.uint8, generator=generator)
-    assert torch.equal(pack_codes(codes, bits).T, pack(codes.T, bits))
+    assert torch.equal(pack_last_dim(codes, bits).T, pack(codes.T, bits))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])

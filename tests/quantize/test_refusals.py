@@ -171,8 +171,8 @@ OLD = "model.layers.0.self_attn"
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("matrices",), None, "a table of profiles in `matrices`"),
-        (("matrices",), [1], "a table of profiles in `matrices`"),
+        (("matrices",), None, "a table of sensitivities in `matrices`"),
+        (("matrices",), [1], "a table of sensitivities in `matrices`"),
         (("matrices", Q, "sizes"), {}, "is malformed"),
         (("matrices", Q, "sizes"), {"3": {}}, "is malformed"),
         (("matrices", Q, "sizes"), {"3": {"64": 1.0}, "4": 2.0}, "is malformed"),

@@ -38,9 +38,9 @@ def test_one_request_at_a_time_is_a_fifo_queue(seed: int, rate: float) -> None:
 def test_nothing_is_lost_or_early(seed: int, replicas: int, batch: int, cache: int, aware: bool) -> None:
     requests = arrivals(Traffic(requests=60, topics=5, seed=seed))
     done = simulate(requests, SPEED, Fleet(replicas, batch, cache, aware=aware))
-    assert [replace(one, made=0) for one in requests] == requests
+    assert [replace(one, generated=0) for one in requests] == requests
     for request in done:
-        assert request.made == request.new
+        assert request.generated == request.new
         assert 0 <= request.replica < replicas
         assert request.arrival <= request.started < request.first <= request.ended
         assert request.cached in (0, request.shared)
@@ -51,7 +51,7 @@ def test_prefix_routing_prefills_less_with_a_small_cache() -> None:
     fleet = Fleet(replicas=4, cache=8192)
     aware, blind = (summarize(simulate(requests, Speed(), replace(fleet, aware=choice))) for choice in (True, False))
     assert aware.hits > 2 * blind.hits
-    assert aware.together > 0.9
+    assert aware.affinity > 0.9
     assert aware.time_p95 < blind.time_p95
 
 

@@ -63,7 +63,7 @@ class Journal:
         except OSError as error:
             with contextlib.suppress(OSError):  # the next run would truncate a torn line anyway
                 os.ftruncate(self._handle, self._end)
-            raise write_error(self.path, error, f" The {len(self.done)} rows done so far are safe.") from None
+            raise failed_write(self.path, error, f" The {len(self.done)} rows done so far are safe.") from None
         self._end += len(records)
         self.done |= positions
 
@@ -112,7 +112,7 @@ class Journal:
             os.fsync(self._handle)
             sync_dir(self.path.parent)
         except OSError as error:
-            raise write_error(self.path, error) from None
+            raise failed_write(self.path, error) from None
         return len(line)
 
     def _recover(self, header_bytes: int, rows: int) -> int:
@@ -130,7 +130,8 @@ class Journal:
         return offset
 
 
-def write_error(path: Path, error: OSError, more: str = "") -> JournalError:
+def failed_write(path: Path, error: OSError, more: str = "") -> JournalError:
+    """The error for a file that cannot be written; `more` is a sentence about what is safe."""
     if error.errno in DISK_FULL:
         return JournalError(f"There is no room to write {path} ({error.strerror}).{more} Make room, run again.")
     return JournalError(f"{path} cannot be written: {error.strerror or error}.{more}")
@@ -141,7 +142,7 @@ def _open_locked(path: Path) -> int:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | O_BINARY, 0o666)
         except OSError as error:
-            raise write_error(path, error) from None
+            raise failed_write(path, error) from None
         try:
             lock_handle(handle)
             if os.path.samestat(os.fstat(handle), os.stat(path)):

@@ -25,7 +25,7 @@ from exlm.serve.openai import ENDPOINTS
 from exlm.serve.responses import ResponseWriter
 from exlm.serve.schema import OpenAIRequest
 
-from .journal import Journal, write_error
+from .journal import Journal, failed_write
 
 ENDPOINT_OF = {endpoint.path: endpoint for endpoint in ENDPOINTS}
 
@@ -112,7 +112,7 @@ def write_answers(path: Path, journal: Journal, rows: Rows) -> None:
             for index in range(len(rows.rows)):
                 file.write(journal.answer(index) + b"\n")
     except OSError as error:
-        raise write_error(path, error, f" Every answer is safe in {journal.path}.") from None
+        raise failed_write(path, error, f" Every answer is safe in {journal.path}.") from None
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from .system_info import describe_hardware, peak_memory, reset_peak_memory, seco
 from .timing import TAIL_TOKENS, TimedGenerator, TimedModel, Timing, free_memory, tokens_needed
 
 PROMPT_REPEATS = 3
-"""Prompts that are timed, whose median counts, and as many before them for warm-up: CUDA graphs are captured
-first, and MoE kernels meet new sizes."""
+"""Prompts that are timed, of which the median is reported. As many run before them for warm-up, in which CUDA
+graphs are captured and MoE kernels run with new sizes for the first time."""
 
 MEMORY_RESERVE = 1 << 30
 """Bytes of device memory that a cache must leave for the model's workspace."""

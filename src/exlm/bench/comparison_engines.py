@@ -23,8 +23,11 @@ def prompt_ids(row: int, count: int = PROMPT) -> list[int]:
     return [100 + (7919 * (i + 1) * (row + 3)) % 40000 for i in range(count)]
 
 
-def measure_latencies(started: float, run: Callable[[list[int], int], tuple[float, float]]) -> Metrics:
-    """`run(prompt, new)` returns the seconds to the first new token, and from there to the last."""
+def single_stream_metrics(started: float, run: Callable[[list[int], int], tuple[float, float]]) -> Metrics:
+    """Time to first token, prompt and decode speed of one sequence at a time.
+
+    `run(prompt, new)` returns the seconds to the first new token, and from there to the last.
+    """
     run(prompt_ids(90, 8), 1)
     metrics = {"first": time.time() - started}
     run(prompt_ids(91), 4)
@@ -58,7 +61,7 @@ def exlm(model: str, threads: int, started: float) -> Metrics:
             generator.iterate()
         return first - start, time.perf_counter() - first
 
-    metrics = measure_latencies(started, lambda prompt, new: run(new, prompt))
+    metrics = single_stream_metrics(started, lambda prompt, new: run(new, prompt))
     metrics["batch"] = ROWS * (NEW - 1) / run(NEW, *(prompt_ids(row + 2, 32) for row in range(ROWS)))[1]
     return metrics
 
@@ -133,7 +136,7 @@ def onnxruntime(model: str, threads: int, started: float) -> Metrics:
             generator.generate_next_token()
         return first - start, time.perf_counter() - first
 
-    return measure_latencies(started, run)
+    return single_stream_metrics(started, run)
 
 
 RUNNERS: dict[str, Callable[[str, int, float], Metrics]] = {

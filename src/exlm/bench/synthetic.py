@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..formats import DenseWeight, Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment, Weight
 from ..formats.bits import num_words
 from ..formats.exl2 import BIT_WIDTHS
-from ..formats.gguf import BLOCK_LAYOUTS
+from ..formats.gguf import BLOCK_LAYOUTS, BlockLayout
 from ..spec.model import matrices
 from .shapes import FORMATS, Shape
 
@@ -85,15 +85,14 @@ class SyntheticExl2:
 
     def segments(self, inputs: int, outputs: int, head: bool) -> list[tuple[int, tuple[int, ...]]]:
         """(bits, rows of each group) of each segment, widest first; a few percent are wider than the rest."""
+        all_rows = group_sizes(inputs, GROUP_SIZE)
         if head:
-            return [(self.head_bits, group_sizes(inputs, GROUP_SIZE))]
+            return [(self.head_bits, all_rows)]
         total = self.bits * inputs * outputs
-        base = max(
-            (w for w in BIT_WIDTHS if self._bits([(w, group_sizes(inputs, GROUP_SIZE))], outputs) <= total), default=0
-        )
+        base = max((w for w in BIT_WIDTHS if self._bits([(w, all_rows)], outputs) <= total), default=0)
         if not base:
             raise InputError(f"{self.bits} bits are too few for EXL2: it needs at least 2.1 with its scales.")
-        gap = total - self._bits([(base, group_sizes(inputs, GROUP_SIZE))], outputs)
+        gap = total - self._bits([(base, all_rows)], outputs)
         wider = [w for w in BIT_WIDTHS if w > base][:2]
         wide: list[tuple[int, tuple[int, ...]]] = []
         rest = inputs
@@ -179,12 +178,12 @@ class SyntheticGguf:
         sizes = (layout.group_size,) * (inputs // layout.group_size)
         minimum = None
         if not layout.zero:
-            minimum = self._scales(inputs, outputs, name, step * ((1 << layout.bits) - 1) / 2, random)
+            minimum = self._scales(inputs, outputs, layout, step * ((1 << layout.bits) - 1) / 2, random)
         segment = Segment(
             layout.bits,
             sizes,
             random.words(num_words(inputs, layout.bits), outputs),
-            self._scales(inputs, outputs, name, step, random),
+            self._scales(inputs, outputs, layout, step, random),
             layout.zero,
             minimum,
         )
@@ -196,8 +195,7 @@ class SyntheticGguf:
         return inputs // layout.block_size * layout.block_bytes * outputs
 
     @staticmethod
-    def _scales(inputs: int, outputs: int, name: str, value: float, random: RandomTensors) -> Scales:
-        layout = BLOCK_LAYOUTS[name]
+    def _scales(inputs: int, outputs: int, layout: BlockLayout, value: float, random: RandomTensors) -> Scales:
         groups_per_block = layout.block_size // layout.group_size
         if groups_per_block == 1:
             return PlainScales(torch.full((inputs // layout.block_size, outputs), value, device=random.device).half())

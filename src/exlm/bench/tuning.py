@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import torch
 from .. import Cache, InputError, Model, env
 from ..kernels.interface import SupportsTuning, TuneSpace
 from ..model.devices import pick_device
-from ..model.model_runner import PagedModelRunner
+from ..model.model_runner import PagedModelRunner, PlainSequence
 from .benchmark import BenchmarkConfig, ProgressCallback, loaded_model
 
 BATCH_SIZES = (1, 8)
@@ -48,15 +48,6 @@ class TuningResult:
     before: float  # seconds of one pass at each batch size, added
     after: float
     file: Path | None  # where the configurations were saved; None if nothing was faster
-
-
-@dataclass
-class _FakeSequence:
-    """The attributes of a sequence that a runner reads."""
-
-    pages: list[int]
-    ids: list[int] = field(default_factory=lambda: [1])
-    extras: None = None
 
 
 def tune(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: None) -> TuningResult:
@@ -142,7 +133,7 @@ class _DecodeTimer:
         pages = -(-CONTEXT // Cache.page_size)
         self._cache = Cache(model, max_seq_len=max(BATCH_SIZES) * pages * Cache.page_size)
         self._sequences = [
-            _FakeSequence(list(range(row * pages, (row + 1) * pages))) for row in range(max(BATCH_SIZES))
+            PlainSequence([1], list(range(row * pages, (row + 1) * pages))) for row in range(max(BATCH_SIZES))
         ]
 
     def run_once(self) -> None:

@@ -266,7 +266,7 @@ a vocabulary takes a while."""
 
 
 class GgufFile(TensorFiles):
-    """A GGUF file; of a split model, any of the files stands for all of them.
+    """A GGUF file, or all files of a split model, of which `path` may be any.
 
     `metadata` holds plain Python values; of a split model, those of the first file.
     """
@@ -345,7 +345,7 @@ class GgufFile(TensorFiles):
 
 
 def num_stored_rows(info: TensorInfo) -> int:
-    """How many runs of the innermost size a tensor has."""
+    """The number of rows: the product of all dimensions but the innermost."""
     return math.prod(info.shape[:-1])
 
 

@@ -84,7 +84,8 @@ class SafetensorsCheckpoint(Checkpoint):
     def refuse_scaled_inputs(self, role: str) -> None:
         """`Unsupported` if the inputs of a matrix are to be divided by stored numbers other than one.
 
-        AutoAWQ stores MLPs without a gate so: it scales the matrix up and the activations down.
+        AutoAWQ stores such numbers where an MLP has no gate: the matrix is multiplied by them, so its inputs must be
+        divided.
         """
         location = self.find(role) if role.endswith(".mlp.down") else None
         key = "" if location is None else f"{location.key.rpartition('.')[0]}.act.scales"

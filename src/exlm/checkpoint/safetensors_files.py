@@ -1,12 +1,11 @@
 """The safetensors files of a model folder: their headers, which tensors they hold, and the data on demand.
 
-Headers are read with distrust: a number in one is checked against the file's size before memory is allocated
-for it. The `safetensors` library writes exlm's files but does not read them: it refuses a whole file for one
-tensor of an unknown type, its errors do not say what was expected and found where, and every page it has
-touched stays resident.
+Headers are not trusted: a number in one is checked against the file's size before memory is allocated for it. The
+`safetensors` library writes exlm's files but does not read them: it refuses a whole file for one tensor of an unknown
+type, its errors do not say what was expected and found where, and every page it has touched stays resident.
 
-The files found are the truth. `model.safetensors.index.json` is often a stale copy, so it only decides
-between two files that hold the same tensor, and explains what is missing.
+The headers decide which tensors there are. `model.safetensors.index.json` is often a stale copy, so it only
+decides between two files that hold the same tensor, and explains what is missing.
 
 Data that is kept as it is stored is loaded: read into memory of its own, a large tensor by several threads.
 Data that is cast or converted is a view of the mapped file, whose pages can be released again, so that

@@ -72,7 +72,7 @@ class WeightSource(Protocol):
     ) -> Tensor:
         """A float tensor that is no matrix to multiply with: a norm, an embedding, or a norm's bias.
 
-        `shape` is the only one accepted or several of them; with `finite`, NaN or infinity in it is an error.
+        `shape` is the accepted shape, or several; with `finite`, NaN or infinity in the tensor is an error.
         """
         ...
 

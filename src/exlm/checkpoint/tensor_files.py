@@ -1,6 +1,6 @@
 """`TensorFiles`: named tensors in mapped files, the base of `SafetensorsFolder` and `GgufFile`.
 
-Also what both need to read a file with distrust: its size, JSON without duplicate keys, and errors that name the
+Also what both need to read a file that may be damaged: its size, JSON without duplicate keys, and errors that name the
 file, what was expected, what was found and what to do. Nothing here knows what a tensor's bytes mean.
 """
 

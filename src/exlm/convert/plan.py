@@ -57,7 +57,7 @@ class ConversionStep(NamedTuple):
 
 
 class VectorSpec(NamedTuple):
-    """A tensor that is no matrix product's: a norm's weight, perhaps with a bias, or a position table."""
+    """A tensor that no matrix product uses: a norm's weight, perhaps with a bias, or a position table."""
 
     role: str
     shapes: tuple[tuple[int, ...], ...]

@@ -94,7 +94,7 @@ def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: Quant
                 quantization_config or {}, plan, quantization or QuantizationConfig()
             )
             if gptq_path.is_file():
-                written[GPTQ_FILE] = _json_bytes(config["quantization_config"])
+                written[GPTQ_FILE] = json_bytes(config["quantization_config"])
     if "head" in plan.actions and plan.actions["head"][1] == "unpack":
         # The reader uses a packed head as it is. For one of floats, these keys would make it normalise the
         # rows again, or use the embedding instead.
@@ -102,7 +102,7 @@ def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: Quant
             if isinstance(table, dict):
                 table.pop("norm_head", None)
         config["tie_word_embeddings"] = False
-    return SideFiles({CONFIG_FILE: _json_bytes(config), **written}, copied)
+    return SideFiles({CONFIG_FILE: json_bytes(config), **written}, copied)
 
 
 def side_files_of_gguf(file: GgufFile, has_head: bool) -> SideFiles:
@@ -111,7 +111,7 @@ def side_files_of_gguf(file: GgufFile, has_head: bool) -> SideFiles:
     config = config_from_metadata(file.metadata, source, tensors=file.tensors, factors=file.rope_factors())
     config["model_type"] = MODEL_TYPES[config["architectures"][0]]
     config["tie_word_embeddings"] = not has_head
-    return SideFiles({CONFIG_FILE: _json_bytes(config), **_tokenizer_files(file.metadata, source)}, {})
+    return SideFiles({CONFIG_FILE: json_bytes(config), **_tokenizer_files(file.metadata, source)}, {})
 
 
 def _tokenizer_files(metadata: Mapping[str, Any], source: str) -> dict[str, bytes]:
@@ -132,7 +132,7 @@ def _tokenizer_files(metadata: Mapping[str, Any], source: str) -> dict[str, byte
     else:
         tokenizer_config["tokenizer_class"] = "LlamaTokenizer"
         name, content = "tokenizer.model", tokenizer_model(vocabulary)
-    return {name: content, "tokenizer_config.json": _json_bytes(tokenizer_config)}
+    return {name: content, "tokenizer_config.json": json_bytes(tokenizer_config)}
 
 
 def _files_to_copy(folder: Path) -> dict[str, Path]:
@@ -161,5 +161,5 @@ def _gptq_config(known: Mapping[str, Any], plan: ConversionPlan, source_config: 
     return {**known, "quant_method": "gptq", "checkpoint_format": layout}
 
 
-def _json_bytes(value: Mapping[str, Any]) -> bytes:
+def json_bytes(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

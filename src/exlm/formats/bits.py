@@ -98,9 +98,9 @@ def _repeat_period(bits: int) -> tuple[int, int]:
 # -- eight bytes at a time -------------------------------------------------------------------------
 
 
-def _as_int64(bits: int) -> int:
-    """An unsigned 64-bit pattern as the signed number that torch takes."""
-    return bits - (1 << 64) if bits >> 63 else bits
+def _as_int64(mask: int) -> int:
+    """An unsigned 64-bit mask as the signed number that torch takes."""
+    return mask - (1 << 64) if mask >> 63 else mask
 
 
 def take_bytes(blocks: Tensor, at: int, count: int) -> Tensor:
@@ -134,7 +134,7 @@ def expand_bits(packed: Tensor) -> Tensor:
     return words64.view(torch.uint8).view(*packed.shape[:-1], -1)
 
 
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
+def pack_last_dim(codes: Tensor, bits: int) -> Tensor:
     """(…, n) uint8 → (…, words) int32: codes as a bit stream of `bits` each, as `pack_rows` packs them.
 
     n is a multiple of eight, and the stream fills whole words. Eight codes are one 64-bit number, whose
@@ -147,7 +147,5 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         moved = (words64 >> (width - used)).bitwise_and_(_as_int64(even << used))
         words64 = (words64 & _as_int64(even)).bitwise_or_(moved)
     if bits in (4, 8):
-        words = words64.view(torch.int32) if bits == 8 else words64.to(torch.int32)
-    else:
-        words = take_bytes(words64.view(torch.uint8).view(*words64.shape, 8), 0, bits).flatten(-2).view(torch.int32)
-    return words
+        return words64.view(torch.int32) if bits == 8 else words64.to(torch.int32)
+    return take_bytes(words64.view(torch.uint8).view(*words64.shape, 8), 0, bits).flatten(-2).view(torch.int32)

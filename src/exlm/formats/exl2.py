@@ -108,7 +108,7 @@ def write(weight: PackedWeight) -> dict[str, Tensor]:
     inverse = torch.empty_like(perm)
     inverse[perm] = torch.arange(len(perm), device=perm.device)
     tensors = {
-        "q_weight": torch.cat([_pad_words(segment, padding) for segment in segments]),
+        "q_weight": torch.cat([_codes_with_padding(segment, padding) for segment in segments]),
         "q_scale": pack_rows(F.pad(codes, (0, padding), value=_PADDING_SCALE), _SCALE_BITS),
         "q_scale_max": torch.cat([scale.group_max for scale in scales]),
         "q_groups": torch.tensor(entries, dtype=torch.int64, device=perm.device).to(torch.int16),
@@ -218,8 +218,8 @@ def _sort_by_bits(weight: PackedWeight) -> tuple[list[Segment], Tensor]:
     return [segment for segment, _ in pairs], torch.cat([piece for _, piece in pairs])
 
 
-def _pad_words(segment: Segment, padding: int) -> Tensor:
-    """The codes with padding columns of zeros: each code is the zero point."""
+def _codes_with_padding(segment: Segment, padding: int) -> Tensor:
+    """The codes, and `padding` more columns whose weights are zero: each code is the zero point."""
     if not padding:
         return segment.codes
     zeros = torch.full((segment.in_features, 1), 1 << (segment.bits - 1), device=segment.codes.device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BadTensor, MissingExtra
-from .bits import expand_bits, merge_high_bits, pack_codes, shift_right, take_bytes
+from .bits import expand_bits, merge_high_bits, pack_last_dim, shift_right, take_bytes
 from .host_buffers import pooled_empty
 from .packed import KQuantScales, PackedWeight, PlainScales, Scales, Segment
 from .weight import DenseWeight
@@ -315,10 +315,12 @@ def _repack(raw: Tensor, layout: BlockLayout, inputs: int, where: str) -> Segmen
     tables: list[Tensor | None] = []
     for chunk in _chunks(outputs, inputs):
         parts = layout.unpack(split_runs(raw[chunk], layout.block_bytes))
-        words = pack_codes(parts.codes, layout.bits).permute(2, 3, 0, 4, 1)
+        words = pack_last_dim(parts.codes, layout.bits).permute(2, 3, 0, 4, 1)
         codes.view(*words.shape[:-1], outputs)[..., chunk] = words
-        if not tables:
-            tables = [None if part is None else _table_buffer(part, outputs) for part in parts[1:]]
+        if not tables:  # a table (numbers of one output, outputs) for each part but the codes
+            tables = [
+                None if part is None else pooled_empty((part[0].numel(), outputs), part.dtype) for part in parts[1:]
+            ]
         for table, part in zip(tables, parts[1:], strict=True):
             if table is not None and part is not None:
                 table[:, chunk] = part.flatten(1).T
@@ -337,11 +339,6 @@ def _repack(raw: Tensor, layout: BlockLayout, inputs: int, where: str) -> Segmen
         minimum=None if whole.minimum is None else _scales(whole.minimum, whole.sub_minimum, superblock_of_group),
         codebook=torch.tensor(layout.codebook, dtype=torch.float32) if layout.codebook else None,
     )
-
-
-def _table_buffer(part: Tensor, outputs: int) -> Tensor:
-    """A buffer (numbers of one output, outputs) for one part of the blocks."""
-    return pooled_empty((part[0].numel(), outputs), part.dtype)
 
 
 def _scales(superblock_scales: Tensor, codes: Tensor | None, superblock_of_group: Tensor) -> Scales:

@@ -55,7 +55,7 @@ class MatrixFormat:
     name: str  # in `exlm info` and in errors
     marker: str
     tensors: tuple[str, ...] = ()  # suffixes of all its tensors but the bias
-    read: ReadMatrix | None = None  # None: exlm cannot read it, and says its name
+    read: ReadMatrix | None = None  # None: exlm cannot read it, and errors name it
     describe: DescribeMatrix | None = None
     quant_method: QuantMethod | None = None  # None: the marker is enough
 

@@ -21,7 +21,7 @@ def no_progress(title: str) -> ProgressCallback:
 
 @contextmanager
 def progress_bars(visible: bool) -> Iterator[StartStep]:
-    """Show progress bars during the block, if `visible`; yields what starts a step."""
+    """Show progress bars during the block, if `visible`; yields the function that starts a step."""
     if not visible:
         yield no_progress
         return

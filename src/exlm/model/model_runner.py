@@ -7,7 +7,7 @@ what runs next, the sampler what a row of logits becomes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -48,6 +48,15 @@ class PagedSequence(Protocol):
 
     @property
     def extras(self) -> SequenceExtras | None: ...
+
+
+@dataclass(frozen=True)
+class PlainSequence:
+    """A `PagedSequence` without extras, for measurements that run without a generator."""
+
+    ids: list[int]
+    pages: list[int]
+    extras: None = None
 
 
 class PagedModelRunner:

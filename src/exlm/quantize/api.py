@@ -24,7 +24,7 @@ from .allocation import min_layer_bits, quantized_matrices
 from .calibration import DEFAULT_LENGTH, default_rows, num_sampled_rows
 from .evaluate import Quality
 from .layer_loader import layer_loader
-from .options import TARGETS, Method, QuantizeOptions, parse_size
+from .options import SOLVER_ONLY_OPTIONS, Method, QuantizeOptions, parse_size
 from .output import check_float16_range, unquantized_bytes
 from .peak_memory import peak_bytes
 from .pipeline import Progress, QuantContext
@@ -99,7 +99,11 @@ def quantize_model(
     loader = layer_loader(frozen, weights, options.length, device_)
     fingerprint = _job_fingerprint(options, frozen, weights, digest, device_)
     with open_step_store(
-        output.folder, fingerprint, changeable=TARGETS, changeable_until=pipeline.HIDDEN_STATES, restart=restart
+        output.folder,
+        fingerprint,
+        changeable=SOLVER_ONLY_OPTIONS,
+        changeable_until=pipeline.HIDDEN_STATES,
+        restart=restart,
     ) as store:
         ctx = QuantContext(model_config, frozen, weights, loader, store, options, progress)
         ctx.total = pipeline.progress_units(ctx.depth, exl2)

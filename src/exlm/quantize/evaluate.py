@@ -27,7 +27,7 @@ from ..errors import InputError, MissingExtra
 from ..kvcache import PAGE_SIZE, Cache
 from ..model import Model
 from ..model.devices import pick_device
-from ..model.model_runner import PagedModelRunner
+from ..model.model_runner import PagedModelRunner, PlainSequence
 from ..tokenizer import Tokenizer
 from . import calibration
 from .allocation import quantized_matrices
@@ -300,7 +300,7 @@ def measure_speed(model: str | Path, device: str | None) -> dict[str, float] | N
     loaded.load()
     cache = Cache(loaded, max_seq_len=-(-(length + steps) // PAGE_SIZE) * PAGE_SIZE)
     runner = loaded.runner(cache)
-    prompt = _PagedPrompt(
+    prompt = PlainSequence(
         [i * 7 % config.vocab_size for i in range(length)], list(range(cache.max_seq_len // PAGE_SIZE))
     )
     for count in (4, steps):  # the first round warms up: a GPU compiles kernels and captures graphs
@@ -316,16 +316,7 @@ def measure_speed(model: str | Path, device: str | None) -> dict[str, float] | N
     return {"prompt": length / (prefilled - start), "generation": steps / (end - prefilled)}
 
 
-@dataclass(frozen=True)
-class _PagedPrompt:
-    """A prompt with its KV pages, as a `ModelRunner` takes it."""
-
-    ids: list[int]
-    pages: list[int]
-    extras: None = None
-
-
-def _next_token(runner: PagedModelRunner, prompt: _PagedPrompt, past: int, token: int) -> int:
+def _next_token(runner: PagedModelRunner, prompt: PlainSequence, past: int, token: int) -> int:
     return int(runner.decode([prompt], [past], [[token]])[0].argmax())
 
 

@@ -110,7 +110,7 @@ def inverse_cholesky(h: Tensor) -> Tensor | None:
 
 
 ChooseGrid = Callable[..., Grid]
-"""(rows so far, importance of each row, *outputs) → their grid; writes its parameters to the outputs.
+"""(rows with the errors fed back so far, their importance, *outputs) → their grid, whose parameters go to the outputs.
 
 Runs inside a CUDA graph (`cuda_graphs.GraphFunction`): equal ones do the same, and none waits for the device.
 """

@@ -42,7 +42,8 @@ MAX_HESSIAN_BYTES = 2**29
 KMEANS_STEPS = 12
 
 SHARED_TOKENS_PER_INPUT = 4
-"""Tokens per input that the overall Hessian counts as in each cluster's, which sees little text."""
+"""Weight of the overall Hessian when it is added to a cluster's own, as tokens per input: the text has few tokens for
+a single cluster."""
 
 CLUSTER_SWEEPS = 4
 """Sweeps of coordinate descent with a cluster's own Hessian."""
@@ -260,7 +261,7 @@ def _input_stats(
     unweighted = HessianAccumulator(linears[roles[0]].weight)
     weighted = {role: HessianAccumulator(linears[role].weight) for role in weights}
     if to_residual:
-        floats, current = ({**matrices, **_zeroed_mlp(matrices, roles[0])} for matrices in (floats, current))
+        floats, current = ({**matrices, **_zeros_for_mlp_down(matrices, roles[0])} for matrices in (floats, current))
     past = 0
     for i, batch in enumerate(states.batches):
         input_error = residual_error = None
@@ -295,7 +296,7 @@ def _capture_inputs(
     return torch.cat(inputs), x
 
 
-def _zeroed_mlp(matrices: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
+def _zeros_for_mlp_down(matrices: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
     """For a role of the attention: zeros for the MLP's `down`, so that the MLP adds nothing in a pass."""
     if ".attn." not in role:
         return {}

@@ -13,8 +13,8 @@ from .allocation import HEAD_RECIPES
 Method = Literal["exl2", "gptq"]
 
 MIN_BITS, MAX_BITS = 2.0, 8.5
-TARGETS = ("bits", "size", "max_kld", "head_bits")
-"""Options that only the solver depends on: until it starts, an unfinished job may continue with others."""
+SOLVER_ONLY_OPTIONS = ("bits", "size", "max_kld", "head_bits")
+"""Options that only the solver depends on: until it starts, an unfinished job may continue with other values."""
 
 GPTQ_GROUP_SIZES = (32, 64, 128)
 SIZE_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}

@@ -26,7 +26,7 @@ from ..checkpoint import GgufCheckpoint, SafetensorsFolder, WeightSource, save_s
 from ..config import Config, FrozenConfig
 from ..convert.plan import ConversionPlan, vector_specs
 from ..convert.planners import make_plan
-from ..convert.side_files import CONFIG_FILE, QUANTIZATION_FILES, SideFiles, side_files
+from ..convert.side_files import CONFIG_FILE, QUANTIZATION_FILES, SideFiles, json_bytes, side_files
 from ..errors import InputError
 from ..formats.bits import WORD_BITS
 from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS, TENSORS
@@ -151,7 +151,7 @@ def _side_files(
     files = side_files(frozen, source, plan)
     config = json.loads(files.written[CONFIG_FILE])
     config["quantization_config"] = dict(quantization_config)
-    written = {**files.written, CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
+    written = {**files.written, CONFIG_FILE: json_bytes(config)}
     copied = {name: path for name, path in files.copied.items() if name not in QUANTIZATION_FILES}
     if MODEL_CARD in copied:
         copied["README-source.md"] = copied.pop(MODEL_CARD)

@@ -43,11 +43,11 @@ def peak_bytes(model: spec.Model, rows: int, length: int, *, samples_text: bool)
     for layer in layers:
         weights = sum(map(_weights, layer))
         activations = max(pipeline.PASS_TOKENS, length) * (scores + sum(m.in_features + m.out_features for m in layer))
-        profiled = max(5 * len(sensitivity.MEASURED_BITS) * _weights(m) + 5 * m.in_features**2 for m in layer)
+        measured = max(5 * len(sensitivity.MEASURED_BITS) * _weights(m) + 5 * m.in_features**2 for m in layer)
         solved = max(_solver_floats(m) + 10 * m.in_features**2 for m in layer)
         floats += [
             # `vjp` and `measure_matrix`: a layer, activations, Fisher sums, a matrix at several widths
-            4 * states + weights + sum(map(_fisher_floats, layer)) + profiled + 3 * activations,
+            4 * states + weights + sum(map(_fisher_floats, layer)) + measured + 3 * activations,
             # `solve_layer`: a layer three times, Hessians, a matrix being solved, hidden states twice
             6 * states + 3 * weights + solved + 2 * activations,
         ]

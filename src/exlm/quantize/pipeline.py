@@ -238,7 +238,7 @@ def measure_sensitivity(ctx: QuantContext, batches: list[Batch], existing: Measu
     return existing or _saved_measurement(ctx)
 
 
-def _by_key(batches: list[Batch]) -> dict[str, Batch]:
+def _batches_by_key(batches: list[Batch]) -> dict[str, Batch]:
     """The batches by their keys in the step store."""
     return {f"{i:04}": batch for i, batch in enumerate(batches)}
 
@@ -248,7 +248,7 @@ def _head_grads(ctx: QuantContext, batches: list[Batch]) -> dict[str, Tensor]:
     states, head = _forward_pass(ctx, batches), ctx.loader.load_head()
     membership = _head_clusters(ctx)
     grads, weights = {}, []
-    for i, (key, batch) in enumerate(_by_key(batches).items()):
+    for i, (key, batch) in enumerate(_batches_by_key(batches).items()):
         generator = torch.Generator().manual_seed(ctx.options.seed + i)
         x = states[key].to(batch.ids.device)
         grads[key], own = sensitivity.head_grad(head, x, batch, generator, membership)
@@ -266,11 +266,11 @@ def _forward_pass(ctx: QuantContext, batches: list[Batch]) -> dict[str, Tensor]:
         states = store.load(f"{STATES}.{start}")
     else:
         embedding = ctx.loader.load_embedding()
-        states = {key: embedding.forward(b) for key, b in _by_key(batches).items()}
+        states = {key: embedding.forward(b) for key, b in _batches_by_key(batches).items()}
         store.save(f"{STATES}.0", states)
     for layer in range(start, ctx.depth):
         block = ctx.loader.load_layer(layer)
-        for key, b in _by_key(batches).items():
+        for key, b in _batches_by_key(batches).items():
             states[key] = run_block(block, states[key].to(b.ids.device), b)
         if not all(bool(torch.isfinite(x).all()) for x in states.values()):
             raise InputError(
@@ -289,7 +289,7 @@ def _backward_layer(
     block = ctx.loader.load_layer(layer)
     hooks = sensitivity.FisherHooks(ctx.loader.linears)
     states, before = store.load(f"{STATES}.{layer}"), {}
-    for key, batch in _by_key(batches).items():
+    for key, batch in _batches_by_key(batches).items():
         device = batch.ids.device
         grad = grads[key].to(device, copy=True)  # in fresh memory: alignment can change the last bits of sums
         before[key] = sensitivity.vjp(block, states[key].to(device), batch, grad)

@@ -185,7 +185,7 @@ class Sensitivity:
     group_size_factors: Mapping[int, Mapping[int, float]]
 
     def kl_cost(self, group: QuantGroup, block: int) -> float:
-        """The cost of a group whose rows begin with this block; the nearest measured width and size count."""
+        """The cost of a group whose rows begin with this block, scaled as at the nearest measured width and size."""
         table = self.group_size_factors
         factors = table[min(table, key=lambda width: abs(width - group.bits))]
         factor = factors[min(factors, key=lambda size: abs(size - group.rows))]
@@ -298,7 +298,7 @@ class Measurement:
         wanted = {matrix.role: matrix for matrix in quantized_matrices(model)}
         table = raw.get("matrices")
         if not isinstance(table, dict):
-            raise InputError(f"{path}: expected a table of profiles in `matrices`, found {table!r:.80}.")
+            raise InputError(f"{path}: expected a table of sensitivities in `matrices`, found {table!r:.80}.")
         sensitivities = {role: parse_sensitivity(one, path, role) for role, one in table.items()}
         if sensitivities.keys() != wanted.keys():
             odd = sorted(sensitivities.keys() ^ wanted.keys())[0]

@@ -106,7 +106,7 @@ def _copy(source: str, target: str) -> None:
 @contextmanager
 def _readable_errors(path: str) -> Iterator[None]:
     """Turn errors of the store or the table into InputErrors that name the path."""
-    import_ray("data")
+    import_ray("data")  # MissingExtra without Ray Data, which pyarrow comes with
     try:
         yield
     except (OSError, ValueError) as error:

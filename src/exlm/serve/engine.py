@@ -185,7 +185,7 @@ class RequestStream:
         """Queue the jobs; if one cannot be made, the others are cancelled."""
         self.request = request
         self.finishes: list[FinishInfo] = []
-        """How the texts ended of which `next` gave the last delta."""
+        """How each text ended whose last delta `next` has given."""
         self._model = model
         self._deltas: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue()
         self._first: tuple[int, OutputDelta] | Exception | None = None  # what wait_for_first took from the queue

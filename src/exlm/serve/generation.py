@@ -57,14 +57,14 @@ state of 300 bytes for each character."""
 SLICE_CHARS = 1 << 14
 """Characters tokenised at a time by `exceeds_token_count`."""
 EXTRA_TOKENS_PER_SLICE = 16
-"""By how many tokens a slice may count more because its ends cut words."""
+"""Tokens that cutting words at the ends of a slice may add to its count."""
 MIN_TOKENIZE_LIMIT = 1 << 17
 """Tokens that /tokenize and /detokenize accept at least, even if the context is shorter."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What making a request needs to know about a loaded model."""
+    """The facts about a loaded model from which requests are made and checked."""
 
     name: str
     tokenizer: Tokenizer
@@ -492,7 +492,7 @@ class FinishInfo:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What one result of a job adds to its text; `finish` stands in the last one."""
+    """What one result of a job adds to its text; only the last one has `finish`."""
 
     text: str = ""
     tokens: tuple[TokenLogprobs, ...] = ()
