@@ -6,7 +6,8 @@ mean equal keys and values, so sequences with a common prefix share pages. A pag
 has a pending hash from the start: prompts that arrive together share it before it is filled, and the first
 sequence that gets there fills it. A page without users is free and keeps its content until it is needed; the
 least recently used page is evicted first. Where only a part of a page matches, the table returns a copy to be
-made; it never touches the cache itself.
+made; it never touches the cache itself. For a model with recurrent layers, a prefix is reused up to the last page
+whose state the state table has kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from ..errors import CacheTooSmall, InputError
+from .state_table import StateTable
 from .token_sequence import TokenSequence, common_prefix_length, hash_page
 
 StartKey: TypeAlias = tuple[bytes, int, int]
@@ -59,10 +61,12 @@ class Page:
 class PageTable:
     """Owns every page of one cache, and of the draft model's cache, which has the same pages."""
 
-    def __init__(self, num_pages: int, page_size: int = 256) -> None:
+    def __init__(self, num_pages: int, page_size: int = 256, states: StateTable | None = None) -> None:
+        """`states`, for a model with recurrent layers: a cached prefix is then reused up to a checkpoint."""
         if num_pages < 1 or page_size < 1:
             raise InputError(f"A page table needs pages, found {num_pages} pages of {page_size} tokens.")
         self.num_pages, self.page_size = num_pages, page_size
+        self.states = states
         self.capacity_version = 0
         """Changes whenever a sequence that did not fit may fit now."""
         self._clock = 0
@@ -83,6 +87,8 @@ class PageTable:
             by_pending_hash,
             by_start_key,
         )
+        if self.states is not None:
+            self.states.reset()
         self.capacity_version += 1
 
     @property
@@ -124,8 +130,10 @@ class PageTable:
             sequence.num_computed_tokens = sequence.num_published_pages = 0
             sequence.num_final_tokens = len(sequence)
             sequence.cached_pages = sequence.cached_tokens = 0
+            sequence.last_prompt_border = (len(sequence) - 1) // self.page_size * self.page_size
+            shareable = self._num_shareable_pages(sequence)
             for i in range(len(sequence.pages)):
-                page_hash = sequence.page_hashes[i] if i < len(sequence.page_hashes) else None
+                page_hash = sequence.page_hashes[i] if i < shareable else None
                 if page_hash is not None and (page := self._lookup(page_hash)) is not None:
                     self._add_ref(page)
                     sequence.pages[i] = page.index
@@ -139,6 +147,9 @@ class PageTable:
     def skip_cached_tokens(self, sequence: TokenSequence) -> None:
         """Count the part of the prompt that its pages already hold as computed, but for its last id."""
         sequence.num_pending_copy_tokens = 0
+        if self.states is not None:
+            self._restore_checkpoint(sequence, self.states)
+            return
         size, last = self.page_size, len(sequence) - 1
         while sequence.num_computed_tokens < last:
             i, offset = divmod(sequence.num_computed_tokens, size)
@@ -172,7 +183,7 @@ class PageTable:
         The target stays empty until `mark_computed`, so no target is a source in the meantime.
         """
         i, offset = divmod(sequence.num_computed_tokens, self.page_size)
-        if offset or sequence.prefill_done:
+        if offset or sequence.prefill_done or self.states is not None:
             return None
         source, sequence.num_pending_copy_tokens = self._find_copy_source(sequence, i)
         if source is None:
@@ -200,6 +211,8 @@ class PageTable:
             sequence.num_pending_copy_tokens = 0
         if upto // size > sequence.num_published_pages:
             self._publish_pages(sequence)
+        if self.states is not None:
+            self.states.forget_unneeded(sequence)
 
     def mark_final(self, sequence: TokenSequence, upto: int) -> None:
         """Record that the ids before `upto` cannot be rewound any more, and publish the pages they fill."""
@@ -207,9 +220,14 @@ class PageTable:
             sequence.num_final_tokens = min(upto, len(sequence.ids))
             if sequence.num_computed_tokens // self.page_size > sequence.num_published_pages:
                 self._publish_pages(sequence)
+            if self.states is not None:
+                self.states.forget_unneeded(sequence)
 
     def rewind(self, sequence: TokenSequence, to: int) -> None:
-        """Remove the ids from `to` on, none of which is final; the last id that is left is fed again."""
+        """Remove the ids from `to` on, none of which is final; the last id that is left is fed again.
+
+        So are the ids behind the last recurrent state that is still there, if there are such states.
+        """
         if not sequence.num_final_tokens <= to <= len(sequence):
             raise InputError(
                 f"Cannot rewind to {to} tokens: of {len(sequence)} tokens the first "
@@ -218,7 +236,7 @@ class PageTable:
         del sequence.ids[to:]
         if sequence.num_computed_tokens < to:
             return
-        sequence.num_computed_tokens = to - 1
+        sequence.num_computed_tokens = to - 1 if self.states is None else self.states.rewind(sequence, to - 1)
         for i in range(sequence.num_computed_tokens // self.page_size, len(sequence.pages)):
             page = self._pages[sequence.pages[i]]
             del page.ids[max(0, sequence.num_computed_tokens - i * self.page_size) :]
@@ -228,6 +246,8 @@ class PageTable:
     def release(self, sequence: TokenSequence) -> None:
         """Release the pages. They keep their content until they are evicted, later pages first."""
         self.mark_final(sequence, len(sequence))
+        if self.states is not None:
+            self.states.release(sequence)
         for index in reversed(sequence.pages):
             self._drop_ref(self._pages[index])
         sequence.pages, sequence.page_hashes = [], []
@@ -250,6 +270,10 @@ class PageTable:
         for page in self._pages:
             uses = (num_users or {}).get(page.index, 0)
             found += (f"page {page.index}: {text}" for text in self._page_violations(page, uses))
+        if self.states is not None:
+            found += self.states.violations()
+            orphans = [h for h in self.states.checkpoint_hashes if h not in self._by_hash]
+            found += (f"checkpoint {page_hash.hex()} without its page" for page_hash in orphans)
         return found
 
     def _required_pages(self, sequences: Iterable[TokenSequence]) -> tuple[set[bytes], int]:
@@ -261,9 +285,40 @@ class PageTable:
             if not sequence.pages:
                 while len(sequence.page_hashes) < full_pages:
                     sequence.append_page_hash(self.page_size)
+            full_pages = min(full_pages, self._num_shareable_pages(sequence))
             hashes.update(sequence.page_hashes[:full_pages])
             unhashed += -(-sequence.max_length // self.page_size) - full_pages
         return hashes, unhashed
+
+    def _num_shareable_pages(self, sequence: TokenSequence) -> int:
+        """How many of a prompt's leading pages it may share: all, or those before the last checkpoint found.
+
+        Behind a checkpoint a sequence computes keys and values again, in pages of its own: in shared ones their last
+        bits could change under another sequence.
+        """
+        if self.states is None:
+            return len(sequence.page_hashes)
+        shareable = 0
+        for i, page_hash in enumerate(sequence.page_hashes[: (len(sequence) - 1) // self.page_size]):
+            if page_hash not in self._by_hash:
+                break
+            if self.states.has_checkpoint(page_hash):
+                shareable = i + 1
+        return shareable
+
+    def _restore_checkpoint(self, sequence: TokenSequence, states: StateTable) -> None:
+        """Continue behind the last checkpoint of the prompt, if that is farther than the sequence is."""
+        first, pages = -(-sequence.num_computed_tokens // self.page_size), self._num_shareable_pages(sequence)
+        if pages * self.page_size <= sequence.num_computed_tokens:
+            return
+        for i in range(first if sequence.num_computed_tokens % self.page_size == 0 else first - 1, pages):
+            self._use_shared_page(sequence, i, self._by_hash[sequence.page_hashes[i]])
+        position = pages * self.page_size
+        states.restore(sequence, sequence.page_hashes[pages - 1], position)
+        sequence.cached_tokens += position - sequence.num_computed_tokens
+        sequence.cached_pages += pages - sequence.num_computed_tokens // self.page_size
+        sequence.num_computed_tokens = position
+        self._publish_pages(sequence)
 
     def _assign_new_pages(self, groups: list[list[PageTableEntry]]) -> None:
         """Allocate one page for each group of entries whose hash was not found; a group shares its page.
@@ -271,7 +326,9 @@ class PageTable:
         Free pages that a group could copy from are evicted last. If such a page is evicted after all, the
         group gets the page itself, with the tokens that match.
         """
-        sources = [self._find_copy_source(*group[0]) for group in groups]
+        sources = [
+            self._find_copy_source(*group[0]) if self.states is None else (None, 0) for group in groups
+        ]
         for source, _ in sources:
             if source is not None and source.ref_count == 0:
                 self._mark_used(source)
@@ -294,7 +351,7 @@ class PageTable:
         sequence, i = entries[0]
         page.ref_count = len(entries)
         page.parent_hash = sequence.parent_hash(i)
-        if i < len(sequence.page_hashes):
+        if i < len(sequence.page_hashes) and self.states is None:
             page.pending_hash = sequence.page_hashes[i]
             self._by_pending_hash[page.pending_hash] = page
         for sequence, i in entries:
@@ -328,6 +385,8 @@ class PageTable:
                 sequence.append_page_hash(self.page_size)
             if page.page_hash is None:
                 self._publish_page(sequence, i, page)
+            if self.states is not None:
+                self.states.checkpoint(sequence, i)
             if i + 1 == len(sequence.page_hashes) and i + 1 < len(sequence.pages):
                 following = self._pages[sequence.pages[i + 1]]
                 following.parent_hash = sequence.page_hashes[i]
@@ -390,6 +449,8 @@ class PageTable:
 
     def _unpublish_page(self, page: Page) -> None:
         if page.page_hash is not None:
+            if self.states is not None:
+                self.states.drop_checkpoint(page.page_hash)
             del self._by_hash[page.page_hash]
             page.page_hash = None
 

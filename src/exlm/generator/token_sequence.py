@@ -43,6 +43,16 @@ class TokenSequence:
     """Tokens of the prompt that were found in the cache, including those of `cached_pages`."""
     extras: Any = None
     """What the model runner needs besides ids and pages: adapters, embeddings."""
+    states: dict[int, int] = field(default_factory=dict)
+    """Slots of its recurrent states by position, the number of tokens behind each; the state table changes them."""
+    state_source: int = -1
+    """The slot of the state that the planned pass continues; -1: none, it starts from zeros."""
+    state_targets: list[tuple[int, int]] = field(default_factory=list)
+    """(token of the planned pass, slot for the state after it)."""
+    last_prompt_border: int = 0
+    """The last page border of the prompt, before its last token."""
+    rolling_checkpoint: bytes | None = None
+    """The page hash of the newest checkpoint behind generated text, which the next one replaces."""
     root_hash: bytes = field(init=False)
     """The hash before the first page."""
 

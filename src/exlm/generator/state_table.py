@@ -1,0 +1,208 @@
+"""The state table: which slots hold the recurrent states of which sequences, and checkpoints for the prefix cache.
+
+Keys and values of a prefix can be reused up to any page; a recurrent state only where it was kept. A state is one slot
+of every recurrent layer's cache. A sequence has states by position (the number of tokens behind it): the one that the
+next pass continues, the ones to which a rewind may return, and the ones that a pass in flight will write. A pass never
+overwrites the state that it reads, so a pass that is dropped (async scheduling, a rejected draft) costs nothing.
+
+A checkpoint is a state at a page border that outlives its sequence. Its key is the hash of the page that ends there:
+the prefix cache finds both with one key. Slots are counted references, so checkpoints and the sequences that start from
+them share a slot without a copy. Like the page table it holds integers and bytes only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from ..errors import CacheTooSmall, InputError
+from .token_sequence import TokenSequence
+
+SLOTS_PER_SEQUENCE = 3
+"""Slots that every running sequence can count on: a state to rewind to, the current one, the next one."""
+
+
+class StateTable:
+    """Owns every state slot of one cache."""
+
+    def __init__(self, num_slots: int, page_size: int, checkpoint_interval: int) -> None:
+        """`checkpoint_interval`: tokens from one checkpoint of a prompt to the next, whole pages; 0: no checkpoints."""
+        if num_slots < SLOTS_PER_SEQUENCE:
+            raise InputError(f"A sequence needs {SLOTS_PER_SEQUENCE} state slots, found {num_slots} in all.")
+        if checkpoint_interval < 0 or checkpoint_interval % page_size:
+            raise InputError(
+                f"state_checkpoint_interval must be 0 or whole pages of {page_size} tokens, found {checkpoint_interval}."
+            )
+        self.num_slots, self.page_size, self.checkpoint_interval = num_slots, page_size, checkpoint_interval
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all states and checkpoints."""
+        self._free = [*range(self.num_slots)][::-1]
+        self._references = [0] * self.num_slots
+        self._checkpoints: OrderedDict[bytes, int] = OrderedDict()  # slots by page hash, least recently used first
+        self._sequences: dict[int, TokenSequence] = {}  # with states
+
+    @property
+    def num_checkpoints(self) -> int:
+        """How many checkpoints there are."""
+        return len(self._checkpoints)
+
+    @property
+    def checkpoint_hashes(self) -> list[bytes]:
+        """The hashes of the pages with a checkpoint behind them, least recently used first."""
+        return [*self._checkpoints]
+
+    def num_spare_slots(self, num_sequences: int) -> int:
+        """Slots beyond those that so many running sequences can count on: for the states after draft tokens."""
+        return max(0, self.num_slots - SLOTS_PER_SEQUENCE * num_sequences)
+
+    def has_checkpoint(self, page_hash: bytes) -> bool:
+        """Whether the state behind this page is kept."""
+        return page_hash in self._checkpoints
+
+    def restore(self, sequence: TokenSequence, page_hash: bytes, position: int) -> None:
+        """Let a sequence continue from the checkpoint behind a page, which ends at `position`."""
+        self._checkpoints.move_to_end(page_hash)
+        self._drop(sequence, list(sequence.states))
+        self._keep(sequence, position, self._checkpoints[page_hash])
+
+    def plan(self, sequence: TokenSequence, past: int, positions: Iterable[int], *, is_final: bool = False) -> None:
+        """Set a sequence's `state_source` and `state_targets` for a pass of the tokens behind `past`.
+
+        The states at `positions` are stored. `is_final`: tokens before `past` cannot be rewound, whatever
+        `num_final_tokens` says. A pass that was dropped is planned again with the same slots.
+        """
+        if past and past not in sequence.states:
+            raise AssertionError(f"no state after {past} tokens, only after {sorted(sequence.states)}")
+        wanted = [*positions]
+        last = max(wanted, default=past)
+        self._drop(sequence, [p for p in sequence.states if p > last or (is_final and p < past and not self._awaits(sequence, p))])
+        for position in wanted:
+            if position not in sequence.states:
+                self._keep(sequence, position, self._allocate(sequence, past))
+        sequence.state_source = sequence.states[past] if past else -1
+        sequence.state_targets = [(position - past - 1, sequence.states[position]) for position in wanted]
+
+    def prefill_positions(self, sequence: TokenSequence, start: int, end: int) -> list[int]:
+        """Where a prefill chunk stores states: at its end, and at the checkpoints of the prompt within."""
+        first = start // self.page_size * self.page_size + self.page_size
+        borders = range(first, end, self.page_size) if self.checkpoint_interval else ()
+        return [*(p for p in borders if self._is_checkpoint(sequence, p)), end]
+
+    def forget_unneeded(self, sequence: TokenSequence) -> None:
+        """Drop the states that no pass, rewind or checkpoint needs any more."""
+        if len(sequence.states) > 1:
+            current, first = sequence.num_computed_tokens, sequence.num_final_tokens - 1
+            unneeded = [p for p in sequence.states if p < current and p < first and not self._awaits(sequence, p)]
+            self._drop(sequence, unneeded)
+
+    def checkpoint(self, sequence: TokenSequence, page_index: int) -> None:
+        """Keep the state behind a page that has just been published, if it is there and wanted.
+
+        Behind generated text only the newest page has a checkpoint between two intervals: a chat continues there.
+        """
+        position, page_hash = (page_index + 1) * self.page_size, sequence.page_hashes[page_index]
+        slot = sequence.states.get(position)
+        if slot is None or not self.checkpoint_interval:
+            return
+        if page_hash in self._checkpoints:
+            self._checkpoints.move_to_end(page_hash)
+        else:
+            self._checkpoints[page_hash] = slot
+            self._references[slot] += 1
+        if sequence.rolling_checkpoint is not None:
+            self.drop_checkpoint(sequence.rolling_checkpoint)
+        sequence.rolling_checkpoint = None if self._is_checkpoint(sequence, position) else page_hash
+
+    def drop_checkpoint(self, page_hash: bytes) -> None:
+        """Forget a checkpoint, if there is one: its page was evicted."""
+        slot = self._checkpoints.pop(page_hash, None)
+        if slot is not None:
+            self._release(slot)
+
+    def rewind(self, sequence: TokenSequence, position: int) -> int:
+        """Return to the last state at or before `position`; its position."""
+        found = max((p for p in sequence.states if p <= position), default=0)
+        self._drop(sequence, [p for p in sequence.states if p > found])
+        return found
+
+    def release(self, sequence: TokenSequence) -> None:
+        """Drop a sequence's states; checkpoints stay."""
+        self._drop(sequence, list(sequence.states))
+        sequence.state_source, sequence.state_targets, sequence.rolling_checkpoint = -1, [], None
+
+    def violations(self) -> list[str]:
+        """Broken invariants, one line each."""
+        found = []
+        uses = [0] * self.num_slots
+        for sequence in self._sequences.values():
+            for slot in sequence.states.values():
+                uses[slot] += 1
+        for slot in self._checkpoints.values():
+            uses[slot] += 1
+        for slot, (counted, used) in enumerate(zip(self._references, uses, strict=True)):
+            if counted != used:
+                found.append(f"state slot {slot}: {counted} references, {used} users")
+        if sorted(self._free) != [slot for slot, used in enumerate(uses) if not used]:
+            found.append(f"free state slots are {sorted(self._free)}, which others use")
+        return found
+
+    def _is_checkpoint(self, sequence: TokenSequence, position: int) -> bool:
+        """Whether a checkpoint at this page border stays: one of the interval, or the last one of the prompt."""
+        return position % self.checkpoint_interval == 0 or position == sequence.last_prompt_border
+
+    def _awaits(self, sequence: TokenSequence, position: int) -> bool:
+        """Whether a state waits for its page to be published, which makes it a checkpoint."""
+        pages, offset = divmod(position, self.page_size)
+        return not offset and bool(self.checkpoint_interval) and pages > sequence.num_published_pages
+
+    def _allocate(self, sequence: TokenSequence, past: int) -> int:
+        """A slot for one more state: free, of the least recently used checkpoint, or of a state that can be spared."""
+        if not self._free:
+            self._evict(sequence, past)
+        return self._free.pop()
+
+    def _evict(self, sequence: TokenSequence, past: int) -> None:
+        unshared = (h for h, slot in self._checkpoints.items() if self._references[slot] == 1)
+        if (page_hash := next(unshared, None)) is not None:
+            self.drop_checkpoint(page_hash)
+            return
+        for other, position in self._spared_states(sequence, past):
+            slot = other.states[position]
+            self._drop(other, [position])
+            if self._references[slot]:  # a checkpoint too
+                for page_hash in [h for h, checkpoint in self._checkpoints.items() if checkpoint == slot]:
+                    self.drop_checkpoint(page_hash)
+            if self._free:
+                return
+        raise CacheTooSmall(
+            f"All {self.num_slots} recurrent states are in use by {len(self._sequences)} sequences. Lower "
+            "max_batch_size or num_draft_tokens, or give the generator more state_cache_bytes."
+        )
+
+    def _spared_states(self, sequence: TokenSequence, past: int) -> Iterator[tuple[TokenSequence, int]]:
+        """States that are neither a sequence's current one, nor the first it may rewind to, nor of a planned pass."""
+        for other in [*self._sequences.values()]:
+            current = past if other is sequence else other.num_computed_tokens
+            first = min(current, max(0, other.num_final_tokens - 1))
+            base = max((p for p in other.states if p <= first), default=0)
+            for position in sorted(other.states):
+                if position < current and position != base:
+                    yield other, position
+
+    def _keep(self, sequence: TokenSequence, position: int, slot: int) -> None:
+        sequence.states[position] = slot
+        self._references[slot] += 1
+        self._sequences[id(sequence)] = sequence
+
+    def _drop(self, sequence: TokenSequence, positions: Iterable[int]) -> None:
+        for position in positions:
+            self._release(sequence.states.pop(position))
+        if not sequence.states:
+            self._sequences.pop(id(sequence), None)
+
+    def _release(self, slot: int) -> None:
+        self._references[slot] -= 1
+        if not self._references[slot]:
+            self._free.append(slot)
