@@ -121,8 +121,8 @@ def _zero_points(segments: Sequence[Segment]) -> ZeroPoints:
 
 def _tile_bits(segments: Sequence[Segment], zero_points: ZeroPoints) -> int:
     """The width of all tiles: the one that takes the least space."""
-    if odd := [segment.bits for segment in segments if segment.bits not in BIT_PLANES]:
-        raise Unsupported(f"codes of {odd[0]} bits are not known to the CUDA kernels")
+    if unknown := [segment.bits for segment in segments if segment.bits not in BIT_PLANES]:
+        raise Unsupported(f"codes of {unknown[0]} bits are not known to the CUDA kernels")
     if any(segment.codebook is not None for segment in segments):
         raise Unsupported("codebooks are not known to the CUDA kernels")
 
