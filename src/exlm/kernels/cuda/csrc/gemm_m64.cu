@@ -27,40 +27,17 @@ template <int SOME> DEVICE void split_k_barrier(u32* counter, bool wait) {
 // rows.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && WARPS % 4 == 0
 // wgmma: a warpgroup's four n16 columns are one m64 tile. The warps go on while it runs.
-#define ACC4(acc) "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-#define ACC8(acc, c) ACC4(acc[c]), ACC4(acc[c + 1])
-#define D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define D24 D16 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define D32 D24 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#if IN_PREPACKED
-#define B_TRANSPOSED "1"  // the epilogue before has stored B input by input
-#else
-#define B_TRANSPOSED "0"
-#endif
-#define WGMMA(n, d, a_and_b, ...) \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" d "}, " a_and_b ", 1, 1, 1, " \
-                 B_TRANSPOSED ";" \
-                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 struct Mma {
     DEVICE static void multiply_add(float (&acc)[N8_TILES][4], const u32 (&a)[4], u32 acts, int) {
         // matrix descriptor without swizzle: address, leading byte offset (k), stride byte offset (rows), in 16 bytes
         const unsigned long long b =
             acts >> 4 | (unsigned long long)(MATRIX_BYTES >> 4) << 16 | 128ull >> 4 << 32;
-#if N8_TILES == 4
-        WGMMA("32", D16, "{%16,%17,%18,%19}, %20", ACC8(acc, 0), ACC8(acc, 2));
-#elif N8_TILES == 6
-        WGMMA("48", D24, "{%24,%25,%26,%27}, %28", ACC8(acc, 0), ACC8(acc, 2), ACC8(acc, 4));
-#else
-        WGMMA("64", D32, "{%32,%33,%34,%35}, %36", ACC8(acc, 0), ACC8(acc, 2), ACC8(acc, 4), ACC8(acc, 6));
-#endif
+        wgmma_m64k16<N8_TILES, IN_PREPACKED>(acc, a, b);  // prepacked acts lie input by input: B is n-major
     }
-    DEVICE static void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-    DEVICE static void commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-    template <int PENDING> DEVICE static void wait_group() {
-        asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-    }
-    // wgmma reads shared memory through the async proxy, which must see what cp.async has written.
-    DEVICE static void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+    DEVICE static void fence() { wgmma_fence(); }
+    DEVICE static void commit_group() { wgmma_commit_group(); }
+    template <int PENDING> DEVICE static void wait_group() { wgmma_wait_group<PENDING>(); }
+    DEVICE static void fence_async() { fence_proxy_async(); }
 };
 #else
 struct Mma {
@@ -78,7 +55,7 @@ struct Mma {
     DEVICE static void fence() {}
     DEVICE static void commit_group() {}
     template <int PENDING> DEVICE static void wait_group() {}
-    DEVICE static void fence_proxy_async() {}
+    DEVICE static void fence_async() {}
 };
 #endif
 
@@ -326,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gemm_m64(
     int stage = 0, free_stage = (STAGES - 1) * STAGE_BYTES;  // offsets of the stage to multiply, and of the one to fill
     for (int k_tile = start; k_tile < end; k_tile++) {
         cp_async_wait_group<STAGES - 2>();
-        Mma::fence_proxy_async();
+        Mma::fence_async();
         __syncthreads();  // all have copied this stage, and read the one before it
         if (next.k_tile < end) {
             next.copy_weights(ring + free_stage);
