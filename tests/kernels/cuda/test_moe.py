@@ -117,7 +117,7 @@ def test_many_tokens_need_one_wait(backend: Emulated, monkeypatch: pytest.Monkey
     kernel = CudaMoe(made.moe, gate_up_gemm, down_gemm, plain, backend._fallback.gated(made.moe.act))
     x, logits = made.tokens(b.FUSE_MAX_TOKENS + 7)
     logits[..., 4] = -20  # no token selects it
-    monkeypatch.setattr(moe, "MAX_DIRECT_WORK", 0)
+    monkeypatch.setattr(moe, "MAX_MOE_GEMM_WORK", 0)
     waits = []
     tolist: Callable[[Tensor], list[int]] = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", lambda self: (waits.append(1), tolist(self))[1])

@@ -45,12 +45,12 @@ def test_few_tokens_are_right_and_alone_as_in_company(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("count", [b.FUSE_MAX_TOKENS + 1, 300])
-@pytest.mark.parametrize("worth", [0, moe.MAX_DIRECT_WORK])
+@pytest.mark.parametrize("worth", [0, moe.MAX_MOE_GEMM_WORK])
 def test_many_tokens_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int, worth: int
 ) -> None:
     made, kernel = bound(name, tmp_path)
-    monkeypatch.setattr(moe, "MAX_DIRECT_WORK", worth)
+    monkeypatch.setattr(moe, "MAX_MOE_GEMM_WORK", worth)
     x, logits = made.tokens(count)
     got = kernel(x, logits)
     assert off(got, made.right(x, logits)) < LIMIT

@@ -117,8 +117,8 @@ class KernelVariant:
         }
 
     @property
-    def tile_slot_bytes(self) -> int:
-        """Bytes of shared memory that hold any tile of the launch: TILE_SLOT."""
+    def max_tile_bytes(self) -> int:
+        """Bytes of shared memory that hold any tile of the launch: MAX_TILE_BYTES."""
         return max(layout.max_tile_bytes for layout in self.layouts)
 
 
@@ -257,7 +257,7 @@ class GemmM16:
 
         With prepacked rows, the epilogue's tables instead of the row.
         """
-        ring = config.warps * config.stages * config.warp_tiles * self.variant.tile_slot_bytes
+        ring = config.warps * config.stages * config.warp_tiles * self.variant.max_tile_bytes
         sums = config.warps * config.warp_tiles * TILE_N * 4
         if in_prepacked:
             padded_rows = -(-rows // 8) * 8

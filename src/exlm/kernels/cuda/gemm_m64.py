@@ -131,7 +131,7 @@ class GemmM64:
     def _smem_bytes(self, padded_rows: int, config: TileConfigM64) -> int:
         """Dynamic shared memory: the ring of weight tiles and activations, later the sums; the epilogue's tables."""
         tiles = config.warp_tiles * config.warps
-        ring = config.stages * (tiles * self.gemm.variant.tile_slot_bytes + padded_rows * TILE_K * 2)
+        ring = config.stages * (tiles * self.gemm.variant.max_tile_bytes + padded_rows * TILE_K * 2)
         output_tiles = tiles // 2 if self.gemm.variant.act else tiles
         sums = padded_rows * (tiles * TILE_N + 8) * 4
         return max(ring, sums) + epilogue_smem_bytes(output_tiles * TILE_N, padded_rows)

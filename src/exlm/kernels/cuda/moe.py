@@ -27,37 +27,40 @@ SOURCE = Path(__file__).with_name("csrc") / "moe.cu"
 MIN_EXPERTS_PER_PAIR = 4
 """Experts for each (token, expert) pair from which on hardly any two pairs share an expert."""
 
-MAX_DIRECT_WORK = 2**31
+MAX_MOE_GEMM_WORK = 2**31
 """Rows of an expert times its bytes up to which it is multiplied straight from codes, which reads all of them for every
 eight rows; above, it is dequantised."""
 
 _MOE_BLOCK = 8  # rows that are multiplied at once
 _MAX_PAIRS = 2048  # that moe_align sorts in one launch
 _THREADS = 256
-_SLOT_INFO_WORDS = 4
 _PARAMS_BYTES = 256  # of shared memory, for GemmParams
+
+
+class _SortedPair(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int) for name in ("expert", "token", "first", "rows"))
 
 
 class _MoeParams(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("operands", "expert_bits", "logits", "x", "y")),
-        *((name, ctypes.c_void_p) for name in ("packed_x", "slots", "blocks")),
+        *((name, ctypes.c_void_p) for name in ("packed_x", "sorted_pairs", "blocks")),
         *((name, ctypes.c_int) for name in ("inputs", "outputs", "row_words", "pairs")),
     )
 
 
 def moe_defines(experts: int, active: int, runtime_bits: int = 0) -> dict[str, int]:
     """The -D constants of moe.cu, besides those of gemm_m16.h."""
-    sizes = sizeof_defines(MoeParams=_MoeParams)
+    sizes = sizeof_defines(SortedPair=_SortedPair, MoeParams=_MoeParams)
     return {"NUM_EXPERTS": experts, "TOP_K": active, "RUNTIME_BITS": runtime_bits, **sizes}
 
 
 class AlignedPairs(NamedTuple):
-    """(token, expert) pairs sorted by expert; a pair's place in that order is its slot."""
+    """(token, expert) pairs sorted by expert; a pair's place in that order is its row of the experts' inputs and outputs."""
 
-    slots: Tensor  # (pairs, 4) int32: moe.cu's SlotInfo
-    slot_of_pair: Tensor  # (pairs,) int32
-    blocks: Tensor  # int32: the first slot of each block of up to _MOE_BLOCK rows of one expert, then -1
+    sorted_pairs: Tensor  # (pairs, 4) int32: moe.cu's SortedPair
+    row_of_pair: Tensor  # (pairs,) int32
+    blocks: Tensor  # int32: the first row of each block of up to _MOE_BLOCK rows of one expert, then -1
 
 
 class _ExpertGemm(GemmM16):
@@ -107,7 +110,7 @@ class MoeGemm:
         return self._modules.module(SOURCE, **self._largest.defines(rows), **self._defines)
 
     def __call__(self, x: Tensor, logits: Tensor, aligned: AlignedPairs | None) -> Tensor:
-        """(slots, outputs), without `aligned` (pairs, outputs); x is (tokens, inputs) with `act`, else like the output.
+        """(pairs, outputs), with `aligned` in its order; x is (tokens, inputs) with `act`, else like the output.
 
         All are contiguous float16, and so are the logits, (tokens, experts).
         """
@@ -119,7 +122,7 @@ class MoeGemm:
         rows, blocks, kept = 1, pairs, None
         if aligned is not None:
             rows, blocks = _MOE_BLOCK, len(aligned.blocks)
-            params.slots, params.blocks = aligned.slots.data_ptr(), aligned.blocks.data_ptr()
+            params.sorted_pairs, params.blocks = aligned.sorted_pairs.data_ptr(), aligned.blocks.data_ptr()
             kept = self._pack_activations(params)
         config = largest.config
         block_tiles = config.warp_tiles // 2 if largest.variant.act else config.warp_tiles
@@ -160,26 +163,26 @@ class CudaMoe:
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """(rows, tokens, hidden) and (rows, tokens, experts) → (rows, tokens, hidden)."""
         flat, scores = x.flatten(0, 1).contiguous(), logits.flatten(0, 1).to(x.dtype).contiguous()
-        if not self._is_direct(len(flat)):
-            return self._run_experts(flat, scores).view_as(x)
+        if not self._uses_moe_gemm(len(flat)):
+            return self._run_dequantized(flat, scores).view_as(x)
         chunk = max(b.FUSE_MAX_TOKENS, _MAX_PAIRS // self._moe.active)
         chunks = [slice(start, start + chunk) for start in range(0, len(flat), chunk)]
-        parts = [self._run_direct(flat[part], scores[part]) for part in chunks]
+        parts = [self._run_moe_gemm(flat[part], scores[part]) for part in chunks]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view_as(x)
 
-    def _is_direct(self, tokens: int) -> bool:
+    def _uses_moe_gemm(self, tokens: int) -> bool:
         """Whether so many tokens are multiplied straight from codes."""
         expert_bytes = (self._gate_up.nbytes + self._down.nbytes) / self._moe.experts
         rows = tokens * self._moe.active / self._moe.experts
-        return tokens <= b.FUSE_MAX_TOKENS or rows * expert_bytes <= MAX_DIRECT_WORK
+        return tokens <= b.FUSE_MAX_TOKENS or rows * expert_bytes <= MAX_MOE_GEMM_WORK
 
-    def _run_direct(self, x: Tensor, logits: Tensor) -> Tensor:
+    def _run_moe_gemm(self, x: Tensor, logits: Tensor) -> Tensor:
         single = len(x) == 1 or len(x) * self._moe.active * MIN_EXPERTS_PER_PAIR <= self._moe.experts
         aligned = None if single else self._align(logits)
         expert_out = self._down(self._gate_up(x, logits, aligned), logits, aligned)
-        return self._combine(expert_out, logits, None if aligned is None else aligned.slot_of_pair, True)
+        return self._combine(expert_out, logits, None if aligned is None else aligned.row_of_pair, True)
 
-    def _run_experts(self, x: Tensor, logits: Tensor) -> Tensor:
+    def _run_dequantized(self, x: Tensor, logits: Tensor) -> Tensor:
         """Expert by expert; the host waits once, for the number of tokens of each."""
         active, experts = self._moe.active, self._moe.experts
         selected = torch.empty(len(x) * active, dtype=torch.int32, device=x.device)
@@ -200,18 +203,18 @@ class CudaMoe:
         """Sort all (token, expert) pairs by expert."""
         pairs, device = len(logits) * self._moe.active, logits.device
         max_blocks = min(pairs, self._moe.experts + pairs // _MOE_BLOCK)  # each expert may have one that is not full
-        sizes = (pairs, _SLOT_INFO_WORDS), (pairs,), (max_blocks,)
+        sizes = (pairs, len(_SortedPair._fields_)), (pairs,), (max_blocks,)
         aligned = AlignedPairs(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
         args = *map(_pointer, (logits, *aligned)), ctypes.c_int(pairs), ctypes.c_int(max_blocks)
         smem = 4 * (pairs + self._moe.experts)
         self._gate_up.module(_MOE_BLOCK).launch("moe_align", (1, 1, 1), _THREADS, smem, args)
         return aligned
 
-    def _combine(self, expert_out: Tensor, logits: Tensor, slot_of_pair: Tensor | None, pdl: bool) -> Tensor:
+    def _combine(self, expert_out: Tensor, logits: Tensor, row_of_pair: Tensor | None, pdl: bool) -> Tensor:
         """The outputs of each token's experts times their routing weights, added up."""
         out = expert_out.new_empty(len(logits), self._down.width)
         args = (
-            *map(_pointer, (logits, expert_out, slot_of_pair, out)),
+            *map(_pointer, (logits, expert_out, row_of_pair, out)),
             ctypes.c_int(self._down.width),
             ctypes.c_int(self._moe.renormalize),
         )

@@ -121,8 +121,8 @@ def _zero_points(segments: Sequence[Segment]) -> ZeroPoints:
 
 def _tile_bits(segments: Sequence[Segment], zero_points: ZeroPoints) -> int:
     """The width of all tiles: the one that takes the least space."""
-    if odd := [segment.bits for segment in segments if segment.bits not in BIT_PLANES]:
-        raise Unsupported(f"codes of {odd[0]} bits are not known to the CUDA kernels")
+    if unknown := [segment.bits for segment in segments if segment.bits not in BIT_PLANES]:
+        raise Unsupported(f"codes of {unknown[0]} bits are not known to the CUDA kernels")
     if any(segment.codebook is not None for segment in segments):
         raise Unsupported("codebooks are not known to the CUDA kernels")
 
@@ -185,7 +185,7 @@ def _plan_region(
 
 class _Table(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("values", "maxima", "parents")),
+        *((name, ctypes.c_void_p) for name in ("values", "outer", "superblock_of_group")),
         ("kind", ctypes.c_int),
     )
 
@@ -201,6 +201,10 @@ class _Segment(ctypes.Structure):
     )
 
 
+class _KStep(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int) for name in ("segment", "row", "rows", "group"))
+
+
 class _RepackParams(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("segments", "ksteps", "tiles", "overflow")),
@@ -211,7 +215,7 @@ class _RepackParams(ctypes.Structure):
     )
 
 
-DEFINES = sizeof_defines(RepackParams=_RepackParams, Segment=_Segment, Table=_Table)
+DEFINES = sizeof_defines(RepackParams=_RepackParams, Segment=_Segment, KStep=_KStep, Table=_Table)
 
 
 class GpuRepacker:
@@ -270,8 +274,8 @@ def _segment_params(segment: Segment, kept: list[Tensor]) -> _Segment:
                 return _Table(kind=_NO_TABLE)
             case Exl2Scales(codes, maxima):
                 return _Table(address(codes), address(maxima), None, _EXL2_SCALES)
-            case KQuantScales(codes, supers, parents) if codes.dtype in _K_QUANT and supers.dtype is torch.float16:
-                return _Table(address(codes), address(supers), address(parents.int()), _K_QUANT[codes.dtype])
+            case KQuantScales(codes, outer, superblocks) if codes.dtype in _K_QUANT and outer.dtype is torch.float16:
+                return _Table(address(codes), address(outer), address(superblocks.int()), _K_QUANT[codes.dtype])
             case PlainScales(values) if values.dtype is torch.float16:
                 return _Table(address(values), None, None, _F16)
         return _Table(address(scales.expand().float()), None, None, _F32)
@@ -292,7 +296,7 @@ def _ksteps(job: RepackJob) -> NDArray[np.int32]:
     each = np.array(groups, np.int32)
     counts = -(-each[:, 2] // 16)
     step_in_group = np.arange(counts.sum(), dtype=np.int32) - np.repeat(counts.cumsum() - counts, counts)
-    ksteps = np.zeros((job.k_blocks * 8, 4), np.int32)
+    ksteps = np.zeros((job.k_blocks * 8, len(_KStep._fields_)), np.int32)
     used = ksteps[: len(step_in_group)]
     used[:] = np.repeat(each, counts, 0)
     used[:, 1] += step_in_group * 16

@@ -1,7 +1,7 @@
 """Tile configurations of GEMMs: the fastest on this device if `exlm tune` has measured it, else on an H200.
 
 A configuration decides the order of summation, so outputs may differ in their last bits between two of them; on one
-device with one file they never do. `bench/tuning.py` does the measuring.
+device with one file they never do. `bench/tuning.py` does the measuring. The file calls them plans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WARPS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 _STAGES = (2, 3, 4)
 
 _MAX_FILE_BYTES = 1 << 20  # a model has some ten shapes, each a line or so
-_REMEDY = "usual plans are used; delete it, or run `exlm tune` again"
+_REMEDY = "default configurations are used; delete it, or run `exlm tune` again"
 
 
 @dataclass
@@ -166,7 +166,7 @@ def _write(file: Path, configs: dict[str, Config]) -> Path:
     try:
         return ArtifactFolder(file.parent).put(file.name, text.encode(), only=True)
     except UntrustedFolder as refused:
-        raise CheckpointError(f"The plans could not be kept: {refused.strerror}") from refused
+        raise CheckpointError(f"The tuned configurations could not be kept: {refused.strerror}") from refused
     except OSError as error:
         raise CheckpointError(
             f"{file} could not be written ({error}). Make room on the disk, or set EXLM_CACHE to a folder "

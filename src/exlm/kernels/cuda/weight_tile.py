@@ -21,7 +21,7 @@ The way of one weight W[k, n] of b bits, whose code is row i of a segment (k = p
 
 All tiles of a weight have codes of one width, that of most of its codes: a kernel for several widths would need
 registers and shared memory for the widest. Narrower codes are widened, wider ones are cut into digits, each with
-its own multiple of the scales, so that the sum of the digits is the number. The tiles of these odd codes are the
+its own multiple of the scales, so that the sum of the digits is the number. The tiles of these codes are the
 `fine` region, which may have smaller groups than the `main` one.
 """
 

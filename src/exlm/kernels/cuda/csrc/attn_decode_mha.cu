@@ -1,5 +1,6 @@
 // Paged attention of one new token over hadamard8 / hadamard4 pages where each query head has a kv head of its own
-// (MHA), in integers: the tensor cores multiply codes as they lie in memory, int8 by uint8 (mma.m16n8k32).
+// (MHA), by int8 MMA over Hadamard-transformed keys and values: the tensor cores multiply codes as they lie in memory,
+// int8 or uint8 by uint8 (mma.m16n8k32).
 //
 // As in attn_decode.cu a row's past is split by its length alone (KvSplits), and the splits are combined in order.
 // Here a warp has a head, and a thread block has WARPS neighbouring heads, so that it fetches whole cache lines:

@@ -25,7 +25,7 @@
 #endif
 
 #define AT_RUNTIME 1  // as a template's BITS_: the width is known only at run time
-#define STAGE_BYTES (WARP_TILES * TILE_SLOT)
+#define STAGE_BYTES (WARP_TILES * MAX_TILE_BYTES)
 #define NUM_PERMS (SEPARATE_PERM ? 2 : 1)
 #define PREFETCH_ACTS (!FUSED_PACK && !SEPARATE_PERM && N8_TILES == 1)  // there are registers for the next activations
 #define TARGET_THREADS (N8_TILES > 1 ? 512 : 576)  // of an SM: fewer threads have more registers
@@ -67,8 +67,8 @@ template <int BITS_> struct TileIterator {
             if (t == 0 || t < columns) {
                 const char* at = from + (long)t * column_bytes + lane * 16;
                 UNROLL
-                for (int i = 0; i < TILE_SLOT; i += 512)
-                    if (bytes - i >= 512 || lane * 16 < bytes - i) cp_async<16>(to + t * TILE_SLOT + i, at + i);
+                for (int i = 0; i < MAX_TILE_BYTES; i += 512)
+                    if (bytes - i >= 512 || lane * 16 < bytes - i) cp_async<16>(to + t * MAX_TILE_BYTES + i, at + i);
             }
         }
     }
@@ -128,30 +128,30 @@ template <int BITS_, int KSTEPS>
 DEVICE void mma_tile(
     const char* tiles, const BFragments& x, const GroupSums<KSTEPS>& sums, float (*acc)[N8_TILES][4], int lane
 ) {
-    constexpr int groups = 8 / KSTEPS, chains = KSTEPS > 1 ? 2 : 1;
-    const int odd = OddRow<BITS_>::factor;
-    const float even_zero = ZERO_POINTS == 0 ? -1024.0f - (1 << (BITS_ - 1)) : -1024.0f;
-    const float odd_zero = ZERO_POINTS == 0 ? -1024.0f - odd * (1 << (BITS_ - 1)) : -1024.0f;
+    constexpr int groups = 8 / KSTEPS, acc_sets = KSTEPS > 1 ? 2 : 1;
+    const int factor_g8 = RowG8<BITS_>::factor;
+    const float zero_g = ZERO_POINTS == 0 ? -1024.0f - (1 << (BITS_ - 1)) : -1024.0f;
+    const float zero_g8 = ZERO_POINTS == 0 ? -1024.0f - factor_g8 * (1 << (BITS_ - 1)) : -1024.0f;
     TileFragment<BITS_, KSTEPS> fragment[WEIGHT_TILES];
     TileCodes<BITS_> codes[WEIGHT_TILES];
     UNROLL
     for (int t = 0; t < WEIGHT_TILES; t++) {
-        fragment[t].template load<true>(tiles + t * TILE_SLOT, lane);
+        fragment[t].template load<true>(tiles + t * MAX_TILE_BYTES, lane);
         codes[t] = fragment[t].codes();
     }
     UNROLL
     for (int group = 0; group < groups; group++) {
-        float part[WEIGHT_TILES][chains][N8_TILES][4] = {};
+        float part[WEIGHT_TILES][acc_sets][N8_TILES][4] = {};
         UNROLL
         for (int step = 0; step < KSTEPS; step++) {
             UNROLL
             for (int t = 0; t < WEIGHT_TILES; t++) {
                 u32 a[4];
-                codes[t].template unpack<odd>(group * KSTEPS + step, a);
+                codes[t].template unpack<factor_g8>(group * KSTEPS + step, a);
                 UNROLL
                 for (int c = 0; c < N8_TILES; c++) {
                     const uint2 b = x.step(c, group * KSTEPS + step);
-                    mma_m16n8k16(part[t][step % chains][c], a[0], a[1], a[2], a[3], b.x, b.y);
+                    mma_m16n8k16(part[t][step % acc_sets][c], a[0], a[1], a[2], a[3], b.x, b.y);
                 }
             }
         }
@@ -159,12 +159,12 @@ DEVICE void mma_tile(
         for (int t = 0; t < WEIGHT_TILES; t++) {
             const u32* tables = fragment[t].tables + group;
             const u32 scales = tables[0];
-            const float scale[2] = {low_half(scales), high_half(scales) * (1.0f / odd)};
-            float zero[2] = {even_zero, odd_zero};
+            const float scale[2] = {low_half(scales), high_half(scales) * (1.0f / factor_g8)};
+            float zero[2] = {zero_g, zero_g8};
             if (ZERO_POINTS == 2) {
                 const u32 zeros = tables[groups];  // negated zero points
                 zero[0] += low_half(zeros);
-                zero[1] += high_half(zeros) * odd;
+                zero[1] += high_half(zeros) * factor_g8;
             }
             const u32 mins = HAS_MINS ? tables[(NUM_TABLES - 1) * groups] : 0;  // negated minimums
             UNROLL
@@ -172,7 +172,7 @@ DEVICE void mma_tile(
                 UNROLL
                 for (int i = 0; i < 4; i++) {
                     const float sum = i % 2 ? sums.sum[c][group].y : sums.sum[c][group].x;
-                    const float both = chains == 2 ? part[t][0][c][i] + part[t][1][c][i] : part[t][0][c][i];
+                    const float both = acc_sets == 2 ? part[t][0][c][i] + part[t][1][c][i] : part[t][0][c][i];
                     float& to = acc[t][c][i];
                     to = fmaf(scale[i / 2], fmaf(zero[i / 2], sum, both), to);
                     if (HAS_MINS) to = fmaf(i / 2 ? high_half(mins) : low_half(mins), sum, to);
@@ -202,7 +202,7 @@ DEVICE void mma_stage_ksteps(
     sums.compute(x);
     mma_tile_any_bits<GATE_BITS, KSTEPS>(runtime_bits & 15, tiles, x, sums, acc, lane);
     if (UP_BITS) {
-        const char* up_tiles = tiles + WEIGHT_TILES * TILE_SLOT;
+        const char* up_tiles = tiles + WEIGHT_TILES * MAX_TILE_BYTES;
         float (*up_acc)[N8_TILES][4] = acc + WEIGHT_TILES;
         mma_tile_any_bits<UP_BITS ? UP_BITS : 2, KSTEPS>(runtime_bits >> 4, up_tiles, x, sums, up_acc, lane);
     }
@@ -289,7 +289,7 @@ DEVICE void mainloop(
     if (UP_BITS) up_tiles.seek(up, n_tile, warp);
     auto copy_stage = [&](u32 to) {
         gate_tiles.copy_next(gate, n_tile, lane, to);
-        if (UP_BITS) up_tiles.copy_next(up, n_tile, lane, to + WEIGHT_TILES * TILE_SLOT);
+        if (UP_BITS) up_tiles.copy_next(up, n_tile, lane, to + WEIGHT_TILES * MAX_TILE_BYTES);
         cp_async_commit_group();
     };
     BlockEpilogue* epilogue = (BlockEpilogue*)(smem + EPILOGUE_OFFSET);
@@ -329,7 +329,7 @@ DEVICE void mainloop(
             if (k_tile < up.k_tiles) {
                 b.load(x[NUM_PERMS - 1], k_tile, lane);
                 mma_stage<up_bits, 0>(
-                    up, k_tile, tiles + WEIGHT_TILES * TILE_SLOT, b, acc + WEIGHT_TILES, lane, runtime_bits >> 4
+                    up, k_tile, tiles + WEIGHT_TILES * MAX_TILE_BYTES, b, acc + WEIGHT_TILES, lane, runtime_bits >> 4
                 );
             }
         } else {

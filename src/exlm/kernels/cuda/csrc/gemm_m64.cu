@@ -27,40 +27,17 @@ template <int SOME> DEVICE void split_k_barrier(u32* counter, bool wait) {
 // rows.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && WARPS % 4 == 0
 // wgmma: a warpgroup's four n16 columns are one m64 tile. The warps go on while it runs.
-#define ACC4(acc) "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-#define ACC8(acc, c) ACC4(acc[c]), ACC4(acc[c + 1])
-#define D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define D24 D16 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define D32 D24 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#if IN_PREPACKED
-#define B_TRANSPOSED "1"  // the epilogue before has stored B input by input
-#else
-#define B_TRANSPOSED "0"
-#endif
-#define WGMMA(n, d, a_and_b, ...) \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" d "}, " a_and_b ", 1, 1, 1, " \
-                 B_TRANSPOSED ";" \
-                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 struct Mma {
     DEVICE static void multiply_add(float (&acc)[N8_TILES][4], const u32 (&a)[4], u32 acts, int) {
         // matrix descriptor without swizzle: address, leading byte offset (k), stride byte offset (rows), in 16 bytes
         const unsigned long long b =
             acts >> 4 | (unsigned long long)(MATRIX_BYTES >> 4) << 16 | 128ull >> 4 << 32;
-#if N8_TILES == 4
-        WGMMA("32", D16, "{%16,%17,%18,%19}, %20", ACC8(acc, 0), ACC8(acc, 2));
-#elif N8_TILES == 6
-        WGMMA("48", D24, "{%24,%25,%26,%27}, %28", ACC8(acc, 0), ACC8(acc, 2), ACC8(acc, 4));
-#else
-        WGMMA("64", D32, "{%32,%33,%34,%35}, %36", ACC8(acc, 0), ACC8(acc, 2), ACC8(acc, 4), ACC8(acc, 6));
-#endif
+        wgmma_m64k16<N8_TILES, IN_PREPACKED>(acc, a, b);  // prepacked acts lie input by input: B is n-major
     }
-    DEVICE static void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-    DEVICE static void commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-    template <int PENDING> DEVICE static void wait_group() {
-        asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-    }
-    // wgmma reads shared memory through the async proxy, which must see what cp.async has written.
-    DEVICE static void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+    DEVICE static void fence() { wgmma_fence(); }
+    DEVICE static void commit_group() { wgmma_commit_group(); }
+    template <int PENDING> DEVICE static void wait_group() { wgmma_wait_group<PENDING>(); }
+    DEVICE static void fence_async() { fence_proxy_async(); }
 };
 #else
 struct Mma {
@@ -78,7 +55,7 @@ struct Mma {
     DEVICE static void fence() {}
     DEVICE static void commit_group() {}
     template <int PENDING> DEVICE static void wait_group() {}
-    DEVICE static void fence_proxy_async() {}
+    DEVICE static void fence_async() {}
 };
 #endif
 
@@ -129,9 +106,9 @@ struct StageIterator {
             for (int t = 0; t < WEIGHT_TILES; t++) {
                 if (t < n_tiles) {
                     const char* from = tiles[s] + (long)t * column_bytes[s];
-                    const u32 to = stage + ((warp * GLU_WEIGHTS + s) * WEIGHT_TILES + t) * TILE_SLOT + lane * 16;
+                    const u32 to = stage + ((warp * GLU_WEIGHTS + s) * WEIGHT_TILES + t) * MAX_TILE_BYTES + lane * 16;
                     UNROLL
-                    for (int i = 0; i < TILE_SLOT; i += 512)
+                    for (int i = 0; i < MAX_TILE_BYTES; i += 512)
                         if (i + lane * 16 < tile_bytes[s]) cp_async<16>(to + i, from + i);
                 }
             }
@@ -145,16 +122,16 @@ struct StageIterator {
     }
 };
 
-// From 1024 + code (and 1024 + factor * code in odd rows) to the numbers that the codes mean, rounded as the formats
+// From 1024 + code (and 1024 + factor * code in rows g + 8) to the numbers that the codes mean, rounded as the formats
 // say: (code - zero point) exact, then one rounding by the scale, or by an fma with the minimum.
 template <int BITS_, int KSTEPS> struct Dequant {
-    static const int groups = 8 / KSTEPS, odd = OddRow<BITS_>::factor;
+    static const int groups = 8 / KSTEPS, factor_g8 = RowG8<BITS_>::factor;
     u32 scale[2], zero[2], minimum[2];  // of the lane's two outputs, each twice
 
     DEVICE void load(const u32* tables, int group) {
         const u32 half = ZERO_POINTS == 0 ? 1u << (BITS_ - 1) : 0;
-        const u32 upper = odd == 16 ? 0xd400 : odd == 4 ? 0xdc00 : 0xe400;  // -1024 / odd
-        const u32 base = (0xe400 + half) | (upper + odd * half) << 16;      // both less half of the range
+        const u32 upper = factor_g8 == 16 ? 0xd400 : factor_g8 == 4 ? 0xdc00 : 0xe400;  // -1024 / factor_g8
+        const u32 base = (0xe400 + half) | (upper + factor_g8 * half) << 16;          // both less half of the range
         const u32 zeros = ZERO_POINTS == 2 ? add_f16x2(tables[groups + group], base) : base, scales = tables[group];
         const u32 mins = HAS_MINS ? tables[(NUM_TABLES - 1) * groups + group] : 0;
         scale[0] = both_low(scales);
@@ -165,11 +142,11 @@ template <int BITS_, int KSTEPS> struct Dequant {
         minimum[1] = both_high(mins);
     }
     DEVICE void apply(u32 (&a)[4]) const {
-        const u32 inverse = odd == 16 ? 0x2c002c00 : 0x34003400;  // 1 / odd
+        const u32 inverse = factor_g8 == 16 ? 0x2c002c00 : 0x34003400;  // 1 / factor_g8
         UNROLL
         for (int j = 0; j < 4; j++) {
             const int row = j % 2;
-            const u32 code = row && odd > 1 ? fma_f16x2(a[j], inverse, zero[row]) : add_f16x2(a[j], zero[row]);
+            const u32 code = row && factor_g8 > 1 ? fma_f16x2(a[j], inverse, zero[row]) : add_f16x2(a[j], zero[row]);
             a[j] = HAS_MINS ? fma_f16x2(code, scale[row], minimum[row]) : mul_f16x2(code, scale[row]);
         }
     }
@@ -183,7 +160,7 @@ DEVICE void mma_tiles(const char* tiles, u32 acts, float (*acc)[N8_TILES][4], in
     Dequant<BITS_, KSTEPS> dequant[COUNT];
     UNROLL
     for (int t = 0; t < COUNT; t++) {
-        fragment[t].template load<true>(tiles + t * TILE_SLOT, lane);
+        fragment[t].template load<true>(tiles + t * MAX_TILE_BYTES, lane);
         codes[t] = fragment[t].codes();
     }
     u32 a[2][COUNT][4];  // double-buffered: wgmma may still read one while the other is made
@@ -192,7 +169,7 @@ DEVICE void mma_tiles(const char* tiles, u32 acts, float (*acc)[N8_TILES][4], in
         UNROLL
         for (int t = 0; t < COUNT; t++) {
             if (step % KSTEPS == 0) dequant[t].load(fragment[t].tables, step / KSTEPS);
-            codes[t].template unpack<OddRow<BITS_>::factor>(step, a[step % 2][t]);
+            codes[t].template unpack<RowG8<BITS_>::factor>(step, a[step % 2][t]);
             dequant[t].apply(a[step % 2][t]);
         }
         Mma::fence();
@@ -216,7 +193,7 @@ DEVICE void mma_stage(int at, bool fine, const char* tiles, u32 acts, float (*ac
     } else if (ACTIVATION) {
         mma_stage_bits<BITS_OF(0), WEIGHT_TILES>(fine, tiles, acts, acc, lane);
         mma_stage_bits<BITS_OF(NUM_WEIGHTS > 1), WEIGHT_TILES>(
-            fine, tiles + WEIGHT_TILES * TILE_SLOT, acts, acc + WEIGHT_TILES, lane
+            fine, tiles + WEIGHT_TILES * MAX_TILE_BYTES, acts, acc + WEIGHT_TILES, lane
         );
     } else {
         if (at == 0) mma_stage_bits<BITS_OF(0), WARP_TILES>(fine, tiles, acts, acc, lane);
@@ -326,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gemm_m64(
     int stage = 0, free_stage = (STAGES - 1) * STAGE_BYTES;  // offsets of the stage to multiply, and of the one to fill
     for (int k_tile = start; k_tile < end; k_tile++) {
         cp_async_wait_group<STAGES - 2>();
-        Mma::fence_proxy_async();
+        Mma::fence_async();
         __syncthreads();  // all have copied this stage, and read the one before it
         if (next.k_tile < end) {
             next.copy_weights(ring + free_stage);
@@ -334,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gemm_m64(
             next.advance(params, at, group);
         }
         cp_async_commit_group();
-        mma_stage(at, k_tile < weight.fine_k_tiles, smem + stage + warp * WARP_TILES * TILE_SLOT,
+        mma_stage(at, k_tile < weight.fine_k_tiles, smem + stage + warp * WARP_TILES * MAX_TILE_BYTES,
                   ring + stage + ACTS_OFFSET, acc, lane);
         free_stage = stage;
         stage = stage + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : stage + STAGE_BYTES;

@@ -4,13 +4,13 @@
 // A KV page holds PAGE_SIZE tokens of one layer; keys and values are tensors of their own:
 //
 //     page p:  [token 0: head 0 | head 1 | ... | head KV_HEADS - 1][token 1: ...] ... [token PAGE_SIZE - 1]
-//     one head, by dtype:
-//       0 float16     HEAD_DIM x 2 bytes
-//       1 hadamard8   HEAD_DIM x 1 byte    | scales, in a tensor of the same order: one float16 for each 32 codes
-//       2 hadamard4   HEAD_DIM x 4 bits    | number 2 i in the low half of byte i, 2 i + 1 in the high half
-//       3 fp8_e5m2    HEAD_DIM x 1 byte    the upper bytes of float16
+//     one head of D = HEAD_DIM numbers x0, x1, ..., by dtype; a bracket is a byte, its bits 7 to 0 from the left:
+//       0 float16     D x 2 bytes   [x0 low] [x0 high] [x1 low] ...
+//       1 hadamard8   D bytes       [x0:8] [x1:8] [x2:8] ... [x31:8]            | and in a tensor of the same order
+//       2 hadamard4   D / 2 bytes   [x1:4 x0:4] [x3:4 x2:4] ... [x31:4 x30:4]   | one float16 scale for each 32 codes
+//       3 fp8_e5m2    D bytes       [x0 high] [x1 high] ...: the upper bytes of float16
 //     hadamard codes: of each run of 64 numbers the even and the odd ones are multiplied by a 32 x 32 Hadamard matrix,
-//     which spreads outliers; then each 32 numbers share a scale: number = (code - 2^(bits - 1)) * scale. The matrix
+//     so that no outlier stands alone; then each 32 numbers share a scale: number = (code - 2^(bits - 1)) * scale. The matrix
 //     is not normalised. Keys and values are never transformed back: q is transformed instead, and the output once
 //     at the end, each by the matrix times 1/32.
 //

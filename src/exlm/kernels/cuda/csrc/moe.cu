@@ -2,11 +2,11 @@
 //
 // A pair is a token and one of its top-k experts. If hardly any pairs share an expert, each is multiplied by itself.
 // Else moe_align sorts pairs by expert, in blocks of up to MOE_BLOCK rows that are multiplied at once; a pair's place
-// in that order is its slot. Either way a row's output depends on nothing but the row. `combine` adds up each token's
-// experts.
+// in that order is its row of the experts' inputs and outputs. Either way a row's output depends on nothing but the
+// row. `combine` adds up each token's experts.
 //
 // The kernels before moe_align have ended when it launches its dependents, so the router's logits need not be waited
-// for again; nor the slots behind moe_pack_activations (PDL).
+// for again; nor the sorted pairs behind moe_pack_activations (PDL).
 //
 // Set when compiling, besides what gemm_m16.h wants: NUM_EXPERTS, TOP_K. N8_TILES is 1.
 
@@ -53,7 +53,7 @@ struct TopK {
 DEVICE int expert_of_pair(const u16* logits, int pair) {
     TopK top(logits + (long)(pair / TOP_K) * NUM_EXPERTS);
     int key = top.next();
-    for (int slot = pair % TOP_K; slot; slot--) key = top.next();
+    for (int k = pair % TOP_K; k; k--) key = top.next();
     return expert_of(key);
 }
 
@@ -62,11 +62,11 @@ DEVICE void routing_weights(const u16* logits, bool renormalize, float (&weight)
     TopK top(logits);
     float highest = 0, sum = 0;
     UNROLL
-    for (int slot = 0; slot < TOP_K; slot++) {
+    for (int k = 0; k < TOP_K; k++) {
         const float logit = logit_of(top.next());
-        if (slot == 0) highest = logit;
-        weight[slot] = expf(logit - highest);
-        sum += weight[slot];
+        if (k == 0) highest = logit;
+        weight[k] = expf(logit - highest);
+        sum += weight[k];
     }
     if (!renormalize) {
         sum = 0;
@@ -76,17 +76,17 @@ DEVICE void routing_weights(const u16* logits, bool renormalize, float (&weight)
         for (int mask = 16; mask; mask /= 2) sum += shfl_xor(sum, mask);
     }
     UNROLL
-    for (int slot = 0; slot < TOP_K; slot++) weight[slot] /= sum;
+    for (int k = 0; k < TOP_K; k++) weight[k] /= sum;
 }
 
-// The pair in a slot.
-struct SlotInfo {
+// The pair of a row.
+struct SortedPair {
     int expert, token;
-    int first, rows;  // the slots of its block
+    int first, rows;  // the rows of its block
 
-    DEVICE static SlotInfo read(const SlotInfo* at) {
+    DEVICE static SortedPair read(const SortedPair* at) {
         const int* from = (const int*)at;
-        return SlotInfo{__ldcg(from), __ldcg(from + 1), __ldcg(from + 2), __ldcg(from + 3)};
+        return SortedPair{__ldcg(from), __ldcg(from + 1), __ldcg(from + 2), __ldcg(from + 3)};
     }
 };
 
@@ -94,23 +94,24 @@ struct MoeParams {
     const GemmOperand* operands;  // (expert, gate / up)
     const int* expert_bits;       // (expert,) bits of their codes, a nibble for each weight
     const u16* logits;            // (tokens, experts)
-    const u16* x;                 // (tokens, inputs) under an ACTIVATION, else (slots, inputs)
-    u16* y;                       // (slots, outputs)
-    uint4* packed_x;              // (input permutation, slot, row_words)
-    const SlotInfo* slots;
-    const int* blocks;            // their first slots; below zero: no block
+    const u16* x;                 // (tokens, inputs) under an ACTIVATION, else (rows, inputs)
+    u16* y;                       // (rows, outputs)
+    uint4* packed_x;              // (input permutation, row, row_words)
+    const SortedPair* sorted_pairs;
+    const int* blocks;            // their first rows; below zero: no block
     int inputs, outputs;
-    int row_words;                // of a packed row
+    int row_words;                // of a packed row, 16 bytes each
     int pairs;
 };
+CHECK_SIZEOF(SortedPair);
 CHECK_SIZEOF(MoeParams);
 
 #define PARAMS_BYTES 256  // of shared memory for GemmParams, before all else: registers are wanted for other things
 
 // GemmParams of one expert's block of rows, in shared memory. All threads together.
-DEVICE void build_params(const MoeParams& moe, const SlotInfo& slot, GemmParams& params) {
+DEVICE void build_params(const MoeParams& moe, const SortedPair& sorted, GemmParams& params) {
     static_assert(sizeof(GemmParams) <= PARAMS_BYTES);
-    const u32* from = (const u32*)(moe.operands + slot.expert * GLU_WEIGHTS);
+    const u32* from = (const u32*)(moe.operands + sorted.expert * GLU_WEIGHTS);
     for (int i = threadIdx.x; i < GLU_WEIGHTS * (int)sizeof(GemmOperand) / 4; i += THREADS)
         ((u32*)params.operands)[i] = from[i];
     __syncthreads();
@@ -119,15 +120,15 @@ DEVICE void build_params(const MoeParams& moe, const SlotInfo& slot, GemmParams&
         for (int s = 0; s < GLU_WEIGHTS; s++) {
             GemmOperand& operand = params.operands[s];
             operand.input.packed_x =
-                moe.packed_x + ((long)(SEPARATE_PERM ? s : 0) * moe.pairs + slot.first) * moe.row_words;
-            operand.y = moe.y + (long)slot.first * moe.outputs;
+                moe.packed_x + ((long)(SEPARATE_PERM ? s : 0) * moe.pairs + sorted.first) * moe.row_words;
+            operand.y = moe.y + (long)sorted.first * moe.outputs;
             operand.stride = moe.outputs;
             operand.first_block = 0;
         }
-        params.x = moe.x + (FUSED_PACK ? (long)(ACTIVATION ? slot.token : slot.first) * moe.inputs : 0);
+        params.x = moe.x + (FUSED_PACK ? (long)(ACTIVATION ? sorted.token : sorted.first) * moe.inputs : 0);
         params.residual = nullptr;
         params.eps = 0;
-        params.rows = slot.rows;
+        params.rows = sorted.rows;
         params.inputs = moe.inputs;
     }
     __syncthreads();
@@ -135,7 +136,7 @@ DEVICE void build_params(const MoeParams& moe, const SlotInfo& slot, GemmParams&
 
 // Sorts pairs by expert into blocks: one thread block, a thread for each expert.
 extern "C" __global__ void __launch_bounds__(256) moe_align(
-    const u16* logits, SlotInfo* slots, int* slot_of_pair, int* blocks, int pairs, int max_blocks
+    const u16* logits, SortedPair* sorted_pairs, int* row_of_pair, int* blocks, int pairs, int max_blocks
 ) {
     extern __shared__ __align__(128) char smem[];
     int *experts = (int*)smem, *counts = experts + pairs;  // of each pair; the pairs of each
@@ -143,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(256) moe_align(
     griddepcontrol_launch_dependents();
     for (int token = threadIdx.x / 32; token < pairs / TOP_K; token += 8) {
         TopK top(logits + (long)token * NUM_EXPERTS);
-        for (int slot = 0; slot < TOP_K; slot++) experts[token * TOP_K + slot] = expert_of(top.next());
+        for (int k = 0; k < TOP_K; k++) experts[token * TOP_K + k] = expert_of(top.next());
     }
     for (int i = threadIdx.x; i < max_blocks; i += 256) blocks[i] = -1;
     __syncthreads();
@@ -164,50 +165,50 @@ extern "C" __global__ void __launch_bounds__(256) moe_align(
             if (experts[pair] != expert) continue;
             const int block_rank = rank / MOE_BLOCK * MOE_BLOCK;
             if (rank == block_rank) blocks[block++] = first + rank;
-            slots[first + rank] =
-                SlotInfo{expert, pair / TOP_K, first + block_rank, min(MOE_BLOCK, counts[expert] - block_rank)};
-            slot_of_pair[pair] = first + rank++;
+            sorted_pairs[first + rank] =
+                SortedPair{expert, pair / TOP_K, first + block_rank, min(MOE_BLOCK, counts[expert] - block_rank)};
+            row_of_pair[pair] = first + rank++;
         }
     }
 }
 
-// pack_activations for each slot, by the permutation of its expert. Grid: (slot, 256 units, input permutation).
+// pack_activations for each row, by the permutation of its expert. Grid: (row, 256 units, input permutation).
 extern "C" __global__ void __launch_bounds__(256) moe_pack_activations(const __grid_constant__ MoeParams moe) {
     extern __shared__ __align__(128) char smem[];
     u16* x_smem = (u16*)(smem + PARAMS_BYTES);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    const SlotInfo slot = SlotInfo::read(moe.slots + blockIdx.x);
+    const SortedPair sorted = SortedPair::read(moe.sorted_pairs + blockIdx.x);
     GemmParams& params = *(GemmParams*)smem;
-    build_params(moe, slot, params);
+    build_params(moe, sorted, params);
     const GemmOperand& operand = params.operands[SEPARATE_PERM ? blockIdx.z : 0];
     const int unit = blockIdx.y * 256 + threadIdx.x;
     ActPacker packer;
     packer.load(params, operand, unit);
-    load_row(params, ACTIVATION ? slot.token : blockIdx.x, x_smem, nullptr, 8);
+    load_row(params, ACTIVATION ? sorted.token : blockIdx.x, x_smem, nullptr, 8);
     __syncthreads();
-    packer.store(params, operand, unit, blockIdx.x - slot.first, x_smem, 1.0f, operand.input.packed_x);
+    packer.store(params, operand, unit, blockIdx.x - sorted.first, x_smem, 1.0f, operand.input.packed_x);
 }
 
 // Grid: (n16 columns / WEIGHT_TILES, blocks of rows; with FUSED_PACK: pairs).
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_gemm(const __grid_constant__ MoeParams moe) {
     extern __shared__ __align__(128) char smem[];
-    SlotInfo slot;
+    SortedPair sorted;
     if (FUSED_PACK) {
         const int pair = blockIdx.y, token = pair / TOP_K;
         const int table_bytes = NUM_EXPERTS * GLU_WEIGHTS * (int)sizeof(GemmOperand);
         for (int i = threadIdx.x; ACTIVATION && i * 128 < table_bytes; i += THREADS)
             prefetch_l2((const char*)moe.operands + i * 128);
         if (ACTIVATION) griddepcontrol_wait();
-        slot = SlotInfo{expert_of_pair(moe.logits, pair), token, pair, 1};
+        sorted = SortedPair{expert_of_pair(moe.logits, pair), token, pair, 1};
     } else {
         const int first = __ldcg(moe.blocks + blockIdx.y);
         if (first < 0) return;
-        slot = SlotInfo::read(moe.slots + first);
+        sorted = SortedPair::read(moe.sorted_pairs + first);
     }
     GemmParams& params = *(GemmParams*)smem;
-    build_params(moe, slot, params);
-    gemm_block(params, smem + PARAMS_BYTES, nullptr, RUNTIME_BITS ? moe.expert_bits[slot.expert] : 0);
+    build_params(moe, sorted, params);
+    gemm_block(params, smem + PARAMS_BYTES, nullptr, RUNTIME_BITS ? moe.expert_bits[sorted.expert] : 0);
 }
 
 // Every token's experts, (tokens, TOP_K), for large batches, which the host sorts; a warp for each token.
@@ -215,13 +216,13 @@ extern "C" __global__ void __launch_bounds__(256) topk(const u16* logits, int* e
     const int token = blockIdx.x * 8 + threadIdx.x / 32;
     if (token >= tokens) return;
     TopK top(logits + (long)token * NUM_EXPERTS);
-    for (int slot = 0; slot < TOP_K; slot++) experts[token * TOP_K + slot] = expert_of(top.next());
+    for (int k = 0; k < TOP_K; k++) experts[token * TOP_K + k] = expert_of(top.next());
 }
 
 // The outputs of a token's experts times their routing weights, added in the order of selection; eight numbers for each
-// thread. `slot_of_pair` is null if pairs lie in order.
+// thread. `row_of_pair` is null if pairs lie in order.
 extern "C" __global__ void __launch_bounds__(256) combine(
-    const u16* logits, const u16* expert_out, const int* slot_of_pair, u16* out, int width, int renormalize
+    const u16* logits, const u16* expert_out, const int* row_of_pair, u16* out, int width, int renormalize
 ) {
     const int token = blockIdx.x, unit = blockIdx.y * 256 + threadIdx.x;
     float weight[TOP_K];
@@ -232,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(256) combine(
     float sum[8] = {};
     UNROLL
     for (int k = 0; k < TOP_K; k++) {
-        const int pair = token * TOP_K + k, slot = slot_of_pair ? __ldcg(slot_of_pair + pair) : pair;
-        const uint4 piece = ((const uint4*)(expert_out + (long)slot * width))[unit];
+        const int pair = token * TOP_K + k, row = row_of_pair ? __ldcg(row_of_pair + pair) : pair;
+        const uint4 piece = ((const uint4*)(expert_out + (long)row * width))[unit];
         const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
         UNROLL
         for (int i = 0; i < 8; i++)

@@ -1,6 +1,5 @@
-// Thin wrappers of PTX instructions and warp intrinsics, named as PTX names them. wgmma is in gemm_m64.cu, since its
-// operand list depends on the tile. The tests' emulator (tests/kernels/cuda/emulator.h) implements the same names in
-// C++ and defines EMULATED.
+// Thin wrappers of PTX instructions and warp intrinsics, named as PTX names them. The tests' emulator
+// (tests/kernels/cuda/emulator.h) implements the same names in C++, all but wgmma, and defines EMULATED.
 #pragma once
 
 typedef unsigned int u32;
@@ -109,6 +108,39 @@ DEVICE void mma_m16n8k32_u8u8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+// -- wgmma: MMA of a warpgroup, Hopper only ------------------------------------------------------------------------
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> DEVICE void wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// wgmma reads shared memory through the async proxy, which must see what cp.async has written.
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// d += a b of m64nNk16, N = 8 * N8: A in registers, as mma_m16n8k16 has it in each of the four warps; B in shared
+// memory, given by its matrix descriptor, k-major or with TRANS_B n-major.
+#define WGMMA_D4(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define WGMMA_D8(d, c) WGMMA_D4(d[c]), WGMMA_D4(d[c + 1])
+#define WGMMA_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define WGMMA_24 WGMMA_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define WGMMA_32 WGMMA_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA(n, d, operands, ...) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" d "}, " operands ";" \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANS_B))
+template <int N8, int TRANS_B>
+DEVICE void wgmma_m64k16(float (&d)[N8][4], const u32 (&a)[4], unsigned long long b) {
+    static_assert(N8 == 4 || N8 == 6 || N8 == 8);
+    if constexpr (N8 == 4)
+        WGMMA("32", WGMMA_16, "{%16,%17,%18,%19}, %20, 1, 1, 1, %21", WGMMA_D8(d, 0), WGMMA_D8(d, 2));
+    if constexpr (N8 == 6)
+        WGMMA("48", WGMMA_24, "{%24,%25,%26,%27}, %28, 1, 1, 1, %29", WGMMA_D8(d, 0), WGMMA_D8(d, 2), WGMMA_D8(d, 4));
+    if constexpr (N8 == 8)
+        WGMMA("64", WGMMA_32, "{%32,%33,%34,%35}, %36, 1, 1, 1, %37", WGMMA_D8(d, 0), WGMMA_D8(d, 2), WGMMA_D8(d, 4),
+              WGMMA_D8(d, 6));
+}
+#endif
 
 // -- shared memory: cp.async, ldmatrix, stmatrix -------------------------------------------------------------------
 DEVICE u32 cvta_to_shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }

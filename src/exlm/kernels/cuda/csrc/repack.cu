@@ -10,9 +10,9 @@ enum TableKind { NO_TABLE, F16, F32, EXL2_SCALES, K_QUANT_SIGNED, K_QUANT_UNSIGN
 
 // A number for each group and output, in one of the ways formats store it (formats/packed.py).
 struct Table {
-    const void* values;    // (groups, outputs): the numbers, or small integers
-    const u16* maxima;     // EXL2_SCALES: (groups); K_QUANT: (super-groups, outputs) scales of the small integers
-    const int* parents;    // K_QUANT: (groups) which super-group
+    const void* values;              // (groups, outputs): the numbers, or small integers
+    const u16* outer;                // scales of small integers: of EXL2 (groups), of K-quants (superblocks, outputs)
+    const int* superblock_of_group;  // of K-quants: (groups)
     int kind;
 };
 
@@ -42,6 +42,7 @@ struct RepackParams {
 };
 CHECK_SIZEOF(Table);
 CHECK_SIZEOF(Segment);
+CHECK_SIZEOF(KStep);
 CHECK_SIZEOF(RepackParams);
 
 DEVICE float table_entry(const Table& table, int group, int output, int outputs) {
@@ -53,14 +54,15 @@ DEVICE float table_entry(const Table& table, int group, int output, int outputs)
             return ((const float*)table.values)[at];
         case EXL2_SCALES: {  // (code + 1)^2 * maximum / 256
             const float root = (float)(((const u8*)table.values)[at] + 1);
-            const float step = cvt_f32_f16(cvt_f16_f32(cvt_f32_f16(table.maxima[group]) / 256.0f));
+            const float step = cvt_f32_f16(cvt_f16_f32(cvt_f32_f16(table.outer[group]) / 256.0f));
             return cvt_f32_f16(cvt_f16_f32(root * root * step));
         }
         case K_QUANT_SIGNED:
         case K_QUANT_UNSIGNED: {
             const int code = table.kind == K_QUANT_SIGNED ? (int)((const signed char*)table.values)[at]
                                                           : (int)((const u8*)table.values)[at];
-            return cvt_f32_f16(table.maxima[(long long)table.parents[group] * outputs + output]) * (float)code;
+            return cvt_f32_f16(table.outer[(long long)table.superblock_of_group[group] * outputs + output])
+                * (float)code;
         }
     }
     return 0.0f;

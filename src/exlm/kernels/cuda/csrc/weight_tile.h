@@ -20,12 +20,16 @@
 //     low bits first.
 //     A table's 32-bit word g is the pair (output g, output g + 8) of a group of inputs.
 //
-// Tiles of an n16 column are contiguous: first fine_k_tiles tiles with FINE_KSTEPS groups (codes that had another
-// width), then the others. repack.py makes all this, and says what "fine" and digits are.
+// A 16-byte chunk of a lane holds the words of neighbouring steps: of 4 bits, chunk i those of steps 4 i to 4 i + 3. A
+// plane of 1 bit is half a chunk, [lane][8 B]. In shared memory a tile lies as here.
+//
+// The tiles of an n16 column lie in two arrays, contiguous in each: `fine` has the first fine_k_tiles k tiles, with
+// FINE_KSTEPS groups (codes that had another width), `main` the others. repack.py fills them; weight_tile.py says what
+// digits are.
 //
 // The 1024 + code trick: or-ing a code into the low mantissa bits of 0x6400 (1024.0) makes the float16 1024 + code
-// with one lop3, no conversion. Codes of a1 and a3 are left shifted in their place, so they make 1024 + factor * code
-// (OddRow).
+// with one lop3, no conversion. Codes of a1 and a3 (rows g + 8) are used where they lie in their word, shifted left, so
+// they make 1024 + factor * code (RowG8).
 //
 // Set when compiling (-D): BITS (width of each weight, a nibble each, the first lowest), GROUP_KSTEPS (k16 steps with
 // one scale: 1, 2, 4, 8), FINE_KSTEPS (the same in fine tiles), ZERO_POINTS (0: half of the codes' range, 1: none, 2:
@@ -55,7 +59,7 @@ __device__ constexpr bool one_width() {
         if (BITS_OF(weight) != BITS_OF(0)) return false;
     return true;
 }
-#define TILE_SLOT TILE_BYTES(max_bits(), MIN_KSTEPS)  // bytes of shared memory that hold any tile of the launch
+#define MAX_TILE_BYTES TILE_BYTES(max_bits(), MIN_KSTEPS)  // bytes of shared memory that hold any tile of the launch
 
 // Pairs of float16.
 DEVICE u32 both_low(u32 pair) { return prmt(pair, 0, 0x1010); }
@@ -65,8 +69,8 @@ DEVICE float high_half(u32 pair) { return cvt_f32_f16((u16)(pair >> 16)); }
 
 DEVICE u32 shift_right(u32 word, int by) { return by >= 0 ? word >> by : word << -by; }
 
-// By what the codes of a1 and a3 (outputs g + 8) are multiplied, because they are used where they lie in their word.
-template <int BITS_> struct OddRow {
+// By what the codes of row g + 8 (a1 and a3) are multiplied, because they are used where they lie in their word.
+template <int BITS_> struct RowG8 {
     static const int factor = BITS_ == 8 ? 1 : BITS_ < 4 ? 4 : 16;
 };
 
@@ -76,11 +80,12 @@ template <int BITS_> struct TileCodes {
     static const int high_words = BITS_ == 8 ? 8 : BITS_ == 6 ? 4 : BITS_ % 2 ? 2 : 0;
     u32 low[low_words], high[high_words ? high_words : 1];
 
-    // The A registers of a k16 step (0..7): 1024 + code, in a1 and a3 1024 + ODD * code.
-    template <int ODD> DEVICE void unpack(int step, u32 (&a)[4]) const {
+    // The A registers of a k16 step (0..7): 1024 + code, in a1 and a3 1024 + FACTOR_G8 * code.
+    template <int FACTOR_G8> DEVICE void unpack(int step, u32 (&a)[4]) const {
         UNROLL
         for (int j = 0; j < 4; j++) {
-            const int up = j % 2 ? ODD == 16 ? 4 : ODD == 4 ? 2 : 0 : 0;  // bits below the code that stay empty
+            // Bits below the code that stay empty.
+            const int up = j % 2 ? FACTOR_G8 == 16 ? 4 : FACTOR_G8 == 4 ? 2 : 0 : 0;
             const int pair = 2 * (step % 2 * 4 + j), one = step % 4 * 4 + j;  // where fields of 2 and of 1 bit begin
             u32 code = 0x64006400;
             if (BITS_ < 4) code = lop3_and_or(shift_right(low[step / 2], pair - up), 0x00030003 << up, code);
