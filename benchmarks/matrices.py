@@ -23,7 +23,7 @@ from exlm.kernels.cuda import gemm_m16, gemm_m64
 from exlm.kernels.cuda.gemm_m16 import GemmM16, RmsNorm, TileConfig
 from exlm.kernels.cuda.gemm_m64 import GemmM64, TileConfigM64
 from exlm.kernels.cuda.module_cache import ModuleCache, compile_cached, target
-from exlm.kernels.cuda.prepacked import MAX_M16
+from exlm.kernels.cuda.prepacked_acts import MAX_M16
 from exlm.kernels.cuda.repack import GpuRepacker, repack
 from exlm.kernels.cuda.weight_tile import MmaWeight
 

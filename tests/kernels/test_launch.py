@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ from exlm.kernels.launch import (
     KernelLaunch,
     LaunchConfig,
     TritonKernel,
+    _LaunchAttribute,
     make_driver_kernel,
     param_layout,
 )
@@ -194,3 +198,23 @@ def test_an_interpreted_kernel_is_interpreted_again() -> None:
     for _ in range(3):
         launch(x, 64, (), ())
     assert len(recorder.compiled) == 3
+
+
+def test_the_launch_structs_are_laid_out_as_the_drivers(tmp_path: Path) -> None:
+    """cuda.h, which comes with Triton, says how."""
+    triton = pytest.importorskip("triton")
+    compiler = shutil.which("cc") or pytest.skip("needs a C compiler")
+    structs = {
+        "CUlaunchConfig": (LaunchConfig, "attributes", "attrs"),
+        "CUlaunchAttribute": (_LaunchAttribute, "value", "value"),
+    }
+    lines = [
+        f'printf("%zu %zu\\n", sizeof({name}), offsetof({name}, {field}));' for name, (_, _, field) in structs.items()
+    ]
+    source, program = tmp_path / "sizes.c", tmp_path / "sizes"
+    source.write_text("#include <cuda.h>\n#include <stddef.h>\n#include <stdio.h>\nint main() {" + "".join(lines) + "}")
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    subprocess.run([compiler, f"-I{headers}", str(source), "-o", str(program)], check=True)
+    printed = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout.splitlines()
+    mirrors = [(ctypes.sizeof(mirror), getattr(mirror, field).offset) for mirror, field, _ in structs.values()]
+    assert [tuple(map(int, line.split())) for line in printed] == mirrors

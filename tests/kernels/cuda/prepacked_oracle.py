@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exlm.kernels.cuda.prepacked import MAX_M16, NO_SLOT, InputLayout, PackedActs
+from exlm.kernels.cuda.prepacked_acts import MAX_M16, NO_SLOT, InputLayout, PackedActs
 from tests.kernels.cuda.random_weights import matrix, segment
 from tests.kernels.cuda.repack_oracle import repack
 

@@ -15,7 +15,7 @@ from exlm.formats.packed import PackedWeight
 from exlm.kernels.cuda.gemm_m16 import GemmM16, RmsNorm, TileConfig
 from exlm.kernels.cuda.gemm_m64 import GemmM64, TileConfigM64
 from exlm.kernels.cuda.module_cache import ModuleCache
-from exlm.kernels.cuda.prepacked import InputLayout
+from exlm.kernels.cuda.prepacked_acts import InputLayout
 from exlm.kernels.cuda.weight_tile import unify_groups
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.oracle import LIMIT, gated, off

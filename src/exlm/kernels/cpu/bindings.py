@@ -28,7 +28,7 @@ def _fields(ctype: Any, names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, ctype) for name in names.split())
 
 
-# The structs of csrc, field by field; matrix.h, linear.h, attn.h and decoder_layer.h describe them.
+# The structs of csrc, field by field; matrix.h, linear.h, attn_common.h and decoder_layer.h describe them.
 
 
 class FactorTable(ctypes.Structure):

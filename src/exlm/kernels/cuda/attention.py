@@ -19,7 +19,7 @@ from torch import Tensor
 from ... import spec
 from .. import interface as b
 from .module_cache import sizeof_defines
-from .prepacked import EpilogueTarget, PackedActs
+from .prepacked_acts import EpilogueTarget, PackedActs
 
 SOURCE = Path(__file__).with_name("csrc") / "attn_decode.cu"
 MHA_SOURCE = Path(__file__).with_name("csrc") / "attn_decode_mha.cu"

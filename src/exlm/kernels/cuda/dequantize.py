@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import interface as b
 from .module_cache import CudaModule, ModuleCache, sizeof_defines
-from .prepacked import as_uint16
+from .prepacked_acts import as_uint16
 from .weight_tile import TILE_K, TILE_N, MmaWeight, TileLayout, WeightParams, tile_defines
 
 SOURCE = Path(__file__).with_name("csrc") / "dequantize.cu"

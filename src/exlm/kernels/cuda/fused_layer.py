@@ -11,7 +11,7 @@ from ...errors import Unsupported
 from .. import interface as b
 from .attention import PagedDecodeAttention
 from .gemm_m64 import GemmDispatch
-from .prepacked import PackedActs
+from .prepacked_acts import PackedActs
 
 
 class CudaFusedLayer(b.FusedLayer):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from .module_cache import CudaModule, ModuleCache, sizeof_defines
-from .prepacked import (
+from .prepacked_acts import (
     MAX_M16,
     NO_SLOT,
     ChainArgs,

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...errors import Unsupported
 from .gemm_m16 import RESERVED_SMEM, GemmM16, KernelVariant, TileConfig, balance_occupancy
 from .module_cache import sizeof_defines
-from .prepacked import MAX_M16, PackedActs, chain_args, chain_defines, epilogue_smem_bytes
+from .prepacked_acts import MAX_M16, PackedActs, chain_args, chain_defines, epilogue_smem_bytes
 from .weight_tile import TILE_K, TILE_N
 
 SOURCE = Path(__file__).with_name("csrc") / "gemm_m64.cu"

@@ -56,7 +56,7 @@ def moe_defines(experts: int, active: int, runtime_bits: int = 0) -> dict[str, i
 
 
 class AlignedPairs(NamedTuple):
-    """(token, expert) pairs sorted by expert; a pair's place in that order is its row of the experts' inputs and outputs."""
+    """(token, expert) pairs sorted by expert; a pair's place there is its row of the experts' inputs and outputs."""
 
     sorted_pairs: Tensor  # (pairs, 4) int32: moe.cu's SortedPair
     row_of_pair: Tensor  # (pairs,) int32

@@ -8,7 +8,7 @@ The way of one weight W[k, n] of b bits, whose code is row i of a segment (k = p
     packed input p   a k block is 128 packed inputs: k block p / 128, place p % 128
         │            a code wider than the tiles' is cut into digits; each digit has a k tile of its own, so the
         ▼            k block of a code with d digits is d neighbouring k tiles
-    slot             128 · k tile + p % 128: where activations for it stand, too (prepacked.py)
+    slot             128 · k tile + p % 128: where activations for it stand, too (prepacked_acts.py)
         │            repack.cu: column n / 16 of tiles, tile of that k tile
         ▼
     tile             k16 step p % 128 / 16, lane 4 · (n % 8) + p % 16 / 4,

@@ -92,7 +92,7 @@ class PagedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, kv: interface.LayerKVCache, metadata: interface.AttnMetadata
     ) -> Tensor:
         a, pages = self.attn, kv.kv_pages
-        if pages is not None and not self._reads(pages):
+        if pages is not None and not self._supports(pages):
             return ReferenceAttention(self.rope, a.scale, a.window, a.softcap)(q, k, v, kv, metadata)
         tables = self.rope if isinstance(self.rope, RopeTables) else None
         if pages is None or tables is None:
@@ -109,7 +109,7 @@ class PagedAttention:
             launch = AttentionLaunch(self, *appended, metadata, None, out_dtype=q.dtype)
         return launch.decode(pages)
 
-    def _reads(self, pages: interface.KVPages) -> bool:
+    def _supports(self, pages: interface.KVPages) -> bool:
         """Whether each head holds whole runs of interleaved transforms, as the kernels need it."""
         run = 32 * num_interleaved(self.attn)
         return not pages.dtypes[0].startswith("hadamard") or self.attn.head_dim % run == 0
@@ -174,11 +174,11 @@ class AttentionLaunch:
 
     def _decode_simt(self, pages: interface.KVPages, partials: tuple[Tensor, Tensor, Tensor]) -> None:
         programs, page_table = self.rows * self.attn.kv_heads, self.metadata.page_table
-        num_splits = self._num_splits(programs, pages, SIMT_SPLIT)
+        programs_per_head = self._programs_per_head(programs, pages, SIMT_SPLIT)
         pos_row_stride, _, pos_axis_stride = position_strides(self.metadata.positions)
-        decode_simt.decode_simt_kernel[(programs, num_splits)](
+        decode_simt.decode_simt_kernel[(programs, programs_per_head)](
             self.q, self.k, self.v, *cache_tensors(pages), page_table, self.metadata.past_lens, self.mask,
-            *self.rope_tables, *partials, num_splits, page_table.stride(0), self.mask_stride,
+            *self.rope_tables, *partials, programs_per_head, page_table.stride(0), self.mask_stride,
             *self.strides[::2], pos_row_stride, pos_axis_stride, self.score_scale, self.cap_scale,
             self.window,
             KV=self._kv_layout(pages), ROPE=self.rope_layout, SCORE=self.score_layout, SPLIT=SIMT_SPLIT,
@@ -192,10 +192,10 @@ class AttentionLaunch:
         deep_pipeline = not quantized and few_programs and limits.shared_memory > 140_000
         blocks = decode_blocks(queries, self.block_d, self.q.dtype.itemsize, quantized, deep_pipeline)
         programs = self.rows * a.kv_heads * -(-queries // blocks.BLOCK_M)
-        num_splits = self._num_splits(programs, pages, MMA_SPLIT)
-        decode.split_kv_kernel[(programs, num_splits)](
+        programs_per_head = self._programs_per_head(programs, pages, MMA_SPLIT)
+        decode.split_kv_kernel[(programs, programs_per_head)](
             self.q, self.k, self.v, *cache_tensors(pages), page_table, self.metadata.past_lens, self.mask,
-            *self.rope_tables, *partials, self.tokens, num_splits, page_table.stride(0), self.mask_stride,
+            *self.rope_tables, *partials, self.tokens, programs_per_head, page_table.stride(0), self.mask_stride,
             *self.strides, *position_strides(self.metadata.positions), self.score_scale,
             self.cap_scale, self.window,
             Q_PER_KV=self.q_per_kv, KV=self._kv_layout(pages), ROPE=self.rope_layout, SCORE=self.score_layout,
@@ -208,14 +208,17 @@ class AttentionLaunch:
             a.kv_heads, a.head_dim, self.block_d, pages.page_size, *pages.dtypes, NUM_HADAMARD=num_interleaved(a)
         )
 
-    def _num_splits(self, programs: int, pages: interface.KVPages, split: KVSplit) -> int:
+    def _programs_per_head(self, programs: int, pages: interface.KVPages, split: KVSplit) -> int:
         """Programs that share a row's chunks: enough to fill the GPU, if rows are as long as they can be."""
         max_tokens = self.metadata.page_table.shape[1] * pages.page_size
         most = min(split.MAX_CHUNKS, max_tokens // split.CHUNK_ALIGN + 1)
         return max(1, min(most, self.limits.num_sms * 32 // programs))
 
     def rope_append_kv(self, pages: interface.KVPages, cache_space: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply RoPE, write k and v to the cache; return q, k, v, Hadamard-rotated if `cache_space`."""
+        """Apply RoPE, write k and v to the cache; return q, k, v.
+
+        With `cache_space` these are Hadamard-transformed where the cache's codes are.
+        """
         a, rows, tokens = self.attn, self.rows, self.tokens
         dtype = torch.float16 if cache_space and self.q.dtype != torch.float32 else self.q.dtype
         inputs = (self.q, self.k, self.v) if cache_space else (self.q, self.k)

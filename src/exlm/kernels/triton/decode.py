@@ -1,7 +1,7 @@
 """Split-KV decode attention on tensor cores (Flash-Decoding), for up to MAX_NEW_TOKENS new tokens a row.
 
 Each row's past is cut into chunks by that row's length alone. `split_kv_kernel` gives each (row, kv head)
-some programs; each takes every num_splits-th chunk and stores a partial online softmax (max, sum,
+some programs; each takes every programs_per_head-th chunk and stores a partial online softmax (max, sum,
 accumulator) for it. `combine_kernel` adds the chunks' partials in order. So a row's output is the same, bit
 for bit, in any batch, with any page table and any number of programs. The new tokens belong to the last
 chunk and are read from k and v as they were passed. In a float cache that chunk's program also applies RoPE
@@ -103,22 +103,22 @@ def append_new_tokens(
     return new_k, new_v
 
 
-@triton.jit(do_not_specialize=["tokens", "num_splits", "page_table_stride", "mask_stride", "window"])
+@triton.jit(do_not_specialize=["tokens", "programs_per_head", "page_table_stride", "mask_stride", "window"])
 def split_kv_kernel(
     q, k, v, k_cache, k_scale, v_cache, v_scale, page_table, past_lens, mask, cos, sin, mrope_axis,
-    positions, part_max, part_sum, part_acc, tokens, num_splits, page_table_stride, mask_stride,
+    positions, part_max, part_sum, part_acc, tokens, programs_per_head, page_table_stride, mask_stride,
     q_row_stride, q_token_stride, k_row_stride, k_token_stride, v_row_stride, v_token_stride,
     pos_row_stride, pos_token_stride, pos_axis_stride, score_scale, cap_scale, window,
     Q_PER_KV: tl.constexpr, KV: tl.constexpr, ROPE: tl.constexpr, SCORE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of BLOCK_M queries, kv head; split): every num_splits-th chunk of the row."""
-    pid, split = tl.program_id(0), tl.program_id(1)
+    """Program (row, block of BLOCK_M queries, kv head; first chunk): every programs_per_head-th chunk of the row."""
+    pid, first_chunk = tl.program_id(0), tl.program_id(1)
     kv_head, blocks = pid % KV.KV_HEADS, tl.cdiv(tokens * Q_PER_KV, BLOCK_M)
     block, row = pid // KV.KV_HEADS % blocks, (pid // KV.KV_HEADS // blocks).to(tl.int64)
     past_len = tl.load(past_lens + row).to(tl.int32)
     first_key, size, chunks = chunks_of_row(past_len, window, SCORE.HAS_WINDOW, SPLIT)
-    if split >= chunks:
+    if first_chunk >= chunks:
         return
     page_table += row * page_table_stride
     mask += row * mask_stride
@@ -135,7 +135,7 @@ def split_kv_kernel(
     q_block = q_block.to(q.dtype.element_ty)
     q_pos = (past_len + token)[:, None]
     partial = ((row * tokens + token) * (KV.KV_HEADS * Q_PER_KV) + head) * SPLIT.MAX_CHUNKS
-    for chunk in range(split, chunks, num_splits):
+    for chunk in range(first_chunk, chunks, programs_per_head):
         start = first_key + chunk * size
         m_i, l_i, acc = split_kv_loop(
             q_block, q_pos, start, tl.minimum(start + size, past_len), (k_cache, k_scale, v_cache, v_scale),

@@ -28,7 +28,7 @@ def half_columns(KV_DTYPE: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def fp32_level(code, ZERO_POINT: tl.constexpr):
+def codes_to_fp32(code, ZERO_POINT: tl.constexpr):
     """code - ZERO_POINT as float32 (the 2²³ + code trick: OR the code into 2²³)."""
     return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO_POINT)
 
@@ -40,13 +40,13 @@ def load_halves(codes, slot, ok, KV_DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
     i = tl.arange(0, 16)[None, None, :]
     if KV_DTYPE == "hadamard4":
         byte = tl.load(codes + slot * (HEAD_DIM // 2) + g * 16 + i, mask=ok & (g * 32 < HEAD_DIM), other=0)
-        return fp32_level(byte & 15, 8), fp32_level(byte >> 4, 8)
+        return codes_to_fp32(byte & 15, 8), codes_to_fp32(byte >> 4, 8)
     else:
         column = g * 32 + i
         low = tl.load(codes + slot * HEAD_DIM + column, mask=ok & (column < HEAD_DIM), other=0)
         high = tl.load(codes + slot * HEAD_DIM + column + 16, mask=ok & (column + 16 < HEAD_DIM), other=0)
         if KV_DTYPE == "hadamard8":
-            return fp32_level(low, 128), fp32_level(high, 128)
+            return codes_to_fp32(low, 128), codes_to_fp32(high, 128)
         elif KV_DTYPE == "fp8_e5m2":
             low_fp16 = (low.to(tl.int16) << 8).to(tl.float16, bitcast=True)
             high_fp16 = (high.to(tl.int16) << 8).to(tl.float16, bitcast=True)
@@ -167,23 +167,23 @@ def append_new_token(
     return tl.where(is_first, score, MIN_SCORE), is_first.to(tl.float32), v_low, v_high
 
 
-@triton.jit(do_not_specialize=["num_splits", "page_table_stride", "mask_stride", "window"])
+@triton.jit(do_not_specialize=["programs_per_head", "page_table_stride", "mask_stride", "window"])
 def decode_simt_kernel(
     q, k, v, k_cache, k_scale, v_cache, v_scale, page_table, past_lens, mask, cos, sin, mrope_axis,
-    positions, part_max, part_sum, part_acc, num_splits, page_table_stride, mask_stride, q_row_stride,
+    positions, part_max, part_sum, part_acc, programs_per_head, page_table_stride, mask_stride, q_row_stride,
     k_row_stride, v_row_stride, pos_row_stride, pos_axis_stride, score_scale, cap_scale, window,
     KV: tl.constexpr, ROPE: tl.constexpr, SCORE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head; split): every num_splits-th chunk of the row."""
+    """Program (row, head; first chunk): every programs_per_head-th chunk of the row."""
     K_DTYPE: tl.constexpr = KV.K_DTYPE
-    split, kv_head, row = (
+    first_chunk, kv_head, row = (
         tl.program_id(1),
         tl.program_id(0) % KV.KV_HEADS,
         (tl.program_id(0) // KV.KV_HEADS).to(tl.int64),
     )
     past_len = tl.load(past_lens + row).to(tl.int32)
     first_key, size, chunks = chunks_of_row(past_len, window, SCORE.HAS_WINDOW, SPLIT)
-    if split >= chunks:
+    if first_chunk >= chunks:
         return
     page_table += row * page_table_stride
     mask += row * mask_stride
@@ -195,7 +195,7 @@ def decode_simt_kernel(
     low = load_roped(q_head, low_columns, position, zero == 0, rope, KV.HEAD_DIM, ROPE)
     high = load_roped(q_head, high_columns, position, zero == 0, rope, KV.HEAD_DIM, ROPE)
     low, high = low.to(q.dtype.element_ty).to(tl.float32), high.to(q.dtype.element_ty).to(tl.float32)
-    for chunk in range(split, chunks, num_splits):
+    for chunk in range(first_chunk, chunks, programs_per_head):
         if chunk < chunks - 1:
             start = first_key + chunk * size
             m_i, l_i, acc_low, acc_high = simt_kv_loop(

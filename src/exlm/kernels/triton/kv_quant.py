@@ -1,10 +1,14 @@
 """Write keys and values to the paged KV cache and read them back, bit for bit as `kvcache` defines its codes.
 
-The quantised dtypes store Hadamard-rotated integers. Attention kernels read them without undoing the
-rotation: the Walsh-Hadamard transform H of 32 numbers is symmetric and its own inverse but for a factor of
-32, so q·Hx = Hq·x. The query is rotated once, attention runs among rotated keys and values, and the output
-is rotated back. Only prefill, which reads each key many times, dequantises the past first
-(`dequantize_kv_kernel`).
+The hadamard dtypes store integers of Hadamard-transformed numbers. Attention kernels read them without undoing
+the transform: the Walsh-Hadamard matrix H of 32 numbers is symmetric and its own inverse but for a factor of
+32, so q·Hx = Hq·x. The query is transformed once, attention runs among transformed keys and values, and the
+output is transformed back. Only prefill, which reads each key many times, dequantises the past first
+(`dequantize_kv_kernel`). RoPE comes before all of that.
+
+    vector (HEAD_DIM codes)   8 bits: [x0:8] [x1:8] ... [x31:8] | next group of 32      a bracket is a byte,
+                              4 bits: [x1:4 x0:4] [x3:4 x2:4] ... [x31:4 x30:4] | ...   bits 7 to 0 from the left
+    scales (HEAD_DIM / 32)    one float16 for each group: x = (code - zero point) * scale, zero point 128 or 8
 
 R, N: vectors, each the BLOCK_D (HEAD_DIM padded to a power of two) numbers of one kv head of one token. A
 slot is such a vector's index in the cache: (page * PAGE_SIZE + place in the page) * KV_HEADS + kv_head.
@@ -62,7 +66,7 @@ def hadamard(x, NUM_HADAMARD: tl.constexpr, ROUND_FP16: tl.constexpr):
 
 @triton.jit
 def to_cache_space(x, KV_DTYPE: tl.constexpr, NUM_HADAMARD: tl.constexpr):
-    """(R, D) float32 vectors, Hadamard-rotated if the cache stores them so."""
+    """(R, D) float32 vectors, Hadamard-transformed if the cache stores them so."""
     if KV_DTYPE == "hadamard8" or KV_DTYPE == "hadamard4":
         x = hadamard(round_fp16(x), NUM_HADAMARD, True)
     return x
@@ -107,7 +111,7 @@ def store_kv(x, codes, scales, slot, ok, KV_DTYPE: tl.constexpr, HEAD_DIM: tl.co
 
 @triton.jit
 def load_kv(codes, scales, slot, ok, KV_DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Read (N, D) vectors from (N,) slots: floats as stored, codes as float16 and still rotated."""
+    """Read (N, D) vectors from (N,) slots: floats as stored, codes as float16 and still Hadamard-transformed."""
     BLOCK_N: tl.constexpr = slot.shape[0]
     if KV_DTYPE == "float" or KV_DTYPE == "fp8_e5m2":
         d = tl.arange(0, BLOCK_D)[None, :]
@@ -126,14 +130,14 @@ def load_kv(codes, scales, slot, ok, KV_DTYPE: tl.constexpr, HEAD_DIM: tl.conste
             codes + offset[:, :, None] + tl.arange(0, BYTES)[None, None, :], mask=ok_group[:, :, None], other=0
         )
         if KV_DTYPE == "hadamard8":
-            return tl.reshape(_fp16_levels(byte, 128) * scale, (BLOCK_N, BLOCK_D))
+            return tl.reshape(codes_to_fp16(byte, 128) * scale, (BLOCK_N, BLOCK_D))
         else:
-            pairs = tl.join(_fp16_levels(byte & 15, 8) * scale, _fp16_levels(byte >> 4, 8) * scale)
+            pairs = tl.join(codes_to_fp16(byte & 15, 8) * scale, codes_to_fp16(byte >> 4, 8) * scale)
             return tl.reshape(pairs, (BLOCK_N, BLOCK_D))
 
 
 @triton.jit
-def _fp16_levels(code, ZERO_POINT: tl.constexpr):
+def codes_to_fp16(code, ZERO_POINT: tl.constexpr):
     """code - ZERO_POINT as float16 for codes below 1024 (the 1024 + code trick: OR the code into 1024.0)."""
     return (code.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + ZERO_POINT)
 
@@ -147,7 +151,7 @@ def rope_append_kv_kernel(
 ):  # fmt: skip
     """Apply RoPE to q and k, write k and v to the cache. Program (block of tokens, head of q, k or v, row).
 
-    CACHE_SPACE returns q, k and v Hadamard-rotated, for decode kernels that attend among rotated codes.
+    CACHE_SPACE returns q, k and v Hadamard-transformed where the cache's codes are, for decode kernels.
     """
     K_DTYPE: tl.constexpr = KV.K_DTYPE
     V_DTYPE: tl.constexpr = KV.V_DTYPE
@@ -174,9 +178,9 @@ def rope_append_kv_kernel(
             k_head = k + row * k_row_stride + token * k_token_stride + kv_head * KV.HEAD_DIM
             new_k = load_roped(k_head, d, position, ok, rope, KV.HEAD_DIM, ROPE)
             new_k = new_k.to(k.dtype.element_ty).to(tl.float32)
-            rotated = to_cache_space(new_k, K_DTYPE, KV.NUM_HADAMARD)
-            store_kv(rotated, k_cache, k_scale, slot, ok, K_DTYPE, KV.HEAD_DIM)
-            new_out = rotated if CACHE_SPACE else new_k
+            transformed = to_cache_space(new_k, K_DTYPE, KV.NUM_HADAMARD)
+            store_kv(transformed, k_cache, k_scale, slot, ok, K_DTYPE, KV.HEAD_DIM)
+            new_out = transformed if CACHE_SPACE else new_k
             tl.store(k_out + out_offset, new_out.to(k_out.dtype.element_ty), mask=ok & (d < KV.HEAD_DIM))
         else:
             new_v = tl.load(
@@ -184,10 +188,10 @@ def rope_append_kv_kernel(
                 mask=ok & (d < KV.HEAD_DIM),
                 other=0.0,
             )
-            rotated = to_cache_space(new_v.to(tl.float32), V_DTYPE, KV.NUM_HADAMARD)
-            store_kv(rotated, v_cache, v_scale, slot, ok, V_DTYPE, KV.HEAD_DIM)
+            transformed = to_cache_space(new_v.to(tl.float32), V_DTYPE, KV.NUM_HADAMARD)
+            store_kv(transformed, v_cache, v_scale, slot, ok, V_DTYPE, KV.HEAD_DIM)
             if CACHE_SPACE:
-                tl.store(v_out + out_offset, rotated.to(v_out.dtype.element_ty), mask=ok & (d < KV.HEAD_DIM))
+                tl.store(v_out + out_offset, transformed.to(v_out.dtype.element_ty), mask=ok & (d < KV.HEAD_DIM))
 
 
 @triton.jit(do_not_specialize=["page_table_stride", "length"])

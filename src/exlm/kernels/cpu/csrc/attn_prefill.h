@@ -23,7 +23,6 @@ enum { ATTN_BLOCK_N = 64 };                       /* keys of a block */
 enum { BLOCKS_PER_CHUNK = 8, APPEND_CHUNK = 16 }; /* blocks of queries; new tokens */
 
 #define EACH_QUERY(r) _Pragma("GCC unroll 6") for (int r = 0; r < ATTN_BLOCK_M; r++)
-#define EACH_COLUMN(c) _Pragma("GCC unroll 4") for (int c = 0; c < columns; c++)
 
 typedef struct {
     const AttnArgs *args;
@@ -115,40 +114,40 @@ static void pack_kv_chunk(void *job, int chunk) {
 
 /* scores (ATTN_BLOCK_M, ATTN_BLOCK_N). */
 INLINE void qk_tile(const float *const *q, const float *keys, int dim, float *scores) {
-    enum { columns = ATTN_REGS };
+    enum { regs = ATTN_REGS };
     for (int at = 0; at < ATTN_BLOCK_N; at += ATTN_REGS * VLEN) {
         f32v sum[ATTN_BLOCK_M][ATTN_REGS];
         EACH_QUERY(r)
-            EACH_COLUMN(c) sum[r][c] = f32_set1(0);
+            EACH_REG(v) sum[r][v] = f32_set1(0);
         for (int d = 0; d < dim; d++) {
             f32v key[ATTN_REGS];
-            EACH_COLUMN(c) key[c] = f32_load(keys + d * ATTN_BLOCK_N + at + c * VLEN);
+            EACH_REG(v) key[v] = f32_load(keys + d * ATTN_BLOCK_N + at + v * VLEN);
             EACH_QUERY(r) {
                 f32v number = f32_set1(q[r][d]);
-                EACH_COLUMN(c) sum[r][c] = f32_fma(sum[r][c], key[c], number);
+                EACH_REG(v) sum[r][v] = f32_fma(sum[r][v], key[v], number);
             }
         }
         EACH_QUERY(r)
-            EACH_COLUMN(c) f32_store(scores + r * ATTN_BLOCK_N + at + c * VLEN, sum[r][c]);
+            EACH_REG(v) f32_store(scores + r * ATTN_BLOCK_N + at + v * VLEN, sum[r][v]);
     }
 }
 
-/* outs += probs (ATTN_BLOCK_M, ATTN_BLOCK_N) times `count` values, in `columns` registers from number `at` on. */
+/* outs += probs (ATTN_BLOCK_M, ATTN_BLOCK_N) times `count` values, in `regs` registers from number `at` on. */
 INLINE void pv_tile(const float *probs, const float *values, int count, int dim, float *const *outs, int at,
-                    int columns) {
+                    int regs) {
     f32v sum[ATTN_BLOCK_M][ATTN_REGS];
     EACH_QUERY(r)
-        EACH_COLUMN(c) sum[r][c] = f32_load(outs[r] + at + c * VLEN);
+        EACH_REG(v) sum[r][v] = f32_load(outs[r] + at + v * VLEN);
     for (int n = 0; n < count; n++) {
         f32v value[ATTN_REGS];
-        EACH_COLUMN(c) value[c] = f32_load(values + (long)n * dim + at + c * VLEN);
+        EACH_REG(v) value[v] = f32_load(values + (long)n * dim + at + v * VLEN);
         EACH_QUERY(r) {
             f32v prob = f32_set1(probs[r * ATTN_BLOCK_N + n]);
-            EACH_COLUMN(c) sum[r][c] = f32_fma(sum[r][c], value[c], prob);
+            EACH_REG(v) sum[r][v] = f32_fma(sum[r][v], value[v], prob);
         }
     }
     EACH_QUERY(r)
-        EACH_COLUMN(c) f32_store(outs[r] + at + c * VLEN, sum[r][c]);
+        EACH_REG(v) f32_store(outs[r] + at + v * VLEN, sum[r][v]);
 }
 
 /* A query's running maximum and sum of exponentials. */
@@ -257,6 +256,5 @@ static int attn_prefill(const AttnArgs *args, int64_t longest, int threads) {
 }
 
 #undef EACH_QUERY
-#undef EACH_COLUMN
 
 #endif

@@ -23,8 +23,8 @@
    The last block may be half of that, four kblocks in 96 bytes: 16 lanes of a pair (kblocks 0 and 1), then 16 words of
    kblock 2; the spare bits of the three hold kblock 3.
 
-   Read as the upper half of a float32, a word is a number near 2^-112. x is multiplied with BF12_UP first and the sum
-   with the output's unit in the end: powers of two do not round. */
+   Read as the upper half of a float32, a word is a number near 2^-112. x is multiplied by BF12_X_SCALE first and the
+   sum by the output's unit in the end: powers of two do not round. */
 
 #ifndef EXLM_BF12_H
 #define EXLM_BF12_H
@@ -36,7 +36,7 @@
 enum { BF12_KBLOCKS = 8, BF12_BLOCK = BF12_KBLOCKS * LANES, BF12_BLOCK_BYTES = BF12_BLOCK * BF12_BITS / 8 };
 enum { BF12_EXPONENTS = 15, BF12_MAX_EXPONENT = 40 }; /* the largest number of an output is within 2^-40 to 2^40 */
 enum { BF12_CHUNK = 64 };                             /* outputs of a chunk */
-#define BF12_UP 0x1p64f
+#define BF12_X_SCALE 0x1p64f
 
 /* Pairs of words of a block (of half a block with kblocks = 4), in one register of lanes. */
 INLINE void bf12_unpack_pairs(const uint8_t *at, int kblocks, int reg, i32v *pairs) {
@@ -88,7 +88,7 @@ static void bf12_column(const Matrix *m, long output, float *out) {
             else
                 bf12_store(at, BF12_KBLOCKS, reg, out + i);
         }
-    for (int i = 0; i < m->inputs; i++) out[i] = out[i] * BF12_UP * bf12->units[output];
+    for (int i = 0; i < m->inputs; i++) out[i] = out[i] * BF12_X_SCALE * bf12->units[output];
     for (int i = bf12->outlier_begin[output]; i < bf12->outlier_begin[output + 1]; i++)
         out[bf12->inputs[i]] = bf12->values[i];
 }
@@ -142,7 +142,8 @@ static void bf12_plan_chunk(void *job, int chunk) {
         const float *from = p->from + output * p->width;
         int top_exponent = max_exponent(from, p->width), outliers = 0;
         if (top_exponent < 0) p->unsupported = 1;
-        uint32_t unit = (uint32_t)(top_exponent - BF12_EXPONENTS - 64 + 127) << 23; /* undoes 2^-112 and BF12_UP */
+        /* undoes 2^-112 and BF12_X_SCALE */
+        uint32_t unit = (uint32_t)(top_exponent - BF12_EXPONENTS - 64 + 127) << 23;
         memcpy(p->units + output, &unit, sizeof unit);
         for (long i = 0; i < p->width; i++) outliers += is_outlier(from[i], top_exponent);
         p->outlier_begin[output] = outliers;

@@ -13,7 +13,7 @@
                                  |  fused_panel, panel_product: gemv_panel for one row, gemm_panel for several
                                  v
      int32 sums of a span, for some rows and the panel's outputs: microkernel_vnni.h on AVX-512,
-     gemm_narrow.h with microkernel_dotprod.h or microkernel_madd16.h elsewhere
+     gemm_narrow_simd.h with microkernel_dotprod.h or microkernel_madd16.h elsewhere
                                  |  add_dequantized (dequant.h): zero points, scales, minima
                                  v
      y (rows, outputs) float32, with bias, residual or silu(gate) * up added before it leaves the cache
@@ -28,8 +28,9 @@
      A row of a panel is one quad of each of its outputs; a stored row is the codes of one input in the file's order.
 
    Headers, from the bottom: simd.h, threadpool.h; matrix.h, w_panels.h, repack_panels.h; norm_act.h, quantize_act.h,
-   dequant.h, kc_block.h, microkernel_*.h, gemm_narrow.h, gemm_int8.h; bf12.h, gemm_float.h (float weights); linear.h;
-   attn_common.h, kv_quant.h, attn_decode.h, attn_decode_quant.h, attn_prefill.h, attention.h; decoder_layer.h.
+   dequant.h, kc_block.h, microkernel_*.h, gemm_narrow_simd.h, gemm_int8.h; bf12.h, gemm_float.h (float weights);
+   linear.h; attn_common.h, kv_quant.h, attn_decode.h, attn_decode_quant.h, attn_prefill.h, attention.h;
+   decoder_layer.h.
 
    AMX is never used: virtual machines announce it without letting programs use it. */
 

@@ -96,7 +96,7 @@ INLINE float finish_sum(const Matrix *m, long output, float sum, const float *x,
         float outliers = 0;
         for (int i = bf12->outlier_begin[output]; i < bf12->outlier_begin[output + 1]; i++)
             outliers += x[bf12->inputs[i] / LANES * step + bf12->inputs[i] % LANES] * bf12->values[i];
-        sum = sum * bf12->units[output] + outliers * (1 / BF12_UP);
+        sum = sum * bf12->units[output] + outliers * (1 / BF12_X_SCALE);
     }
     return sum + (m->bias ? m->bias[output] : 0);
 }
@@ -184,15 +184,15 @@ typedef struct {
     int rows, per_chunk; /* per_chunk: tiles of outputs */
 } FloatGemm;
 
-/* Interleaves the rows of a microkernel kblock by kblock; raises x for BF12. */
+/* Interleaves the rows of a microkernel kblock by kblock; for BF12, times BF12_X_SCALE. */
 static void pack_x_chunk(void *job, int chunk) {
     const FloatGemm *p = job;
     long width = p->matrix->inputs, first = (long)chunk * FLOAT_MR;
     long rows = p->rows - first < FLOAT_MR ? p->rows - first : FLOAT_MR;
-    float up = p->matrix->bf12 ? BF12_UP : 1, *to = p->x_packed + first * width;
+    float x_scale = p->matrix->bf12 ? BF12_X_SCALE : 1, *to = p->x_packed + first * width;
     for (long i = 0; i < width; i += LANES)
         for (long r = 0; r < FLOAT_ROWS(rows); r++, to += LANES)
-            store16(to, r < rows ? load16(p->x + (first + r) * width + i) * up : (f32x16){0});
+            store16(to, r < rows ? load16(p->x + (first + r) * width + i) * x_scale : (f32x16){0});
 }
 
 /* A chunk's outputs in blocks that stay in L2 until all rows have been multiplied. */

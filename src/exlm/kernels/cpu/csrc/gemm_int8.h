@@ -14,7 +14,7 @@
 #if defined(__AVX512VNNI__)
 #include "microkernel_vnni.h"
 #else
-#include "gemm_narrow.h"
+#include "gemm_narrow_simd.h"
 #endif
 
 enum { GEMM_BLOCK_M = 96 }; /* rows whose sums of a panel stay in L1 */

@@ -10,14 +10,14 @@
 //       2 hadamard4   D / 2 bytes   [x1:4 x0:4] [x3:4 x2:4] ... [x31:4 x30:4]   | one float16 scale for each 32 codes
 //       3 fp8_e5m2    D bytes       [x0 high] [x1 high] ...: the upper bytes of float16
 //     hadamard codes: of each run of 64 numbers the even and the odd ones are multiplied by a 32 x 32 Hadamard matrix,
-//     so that no outlier stands alone; then each 32 numbers share a scale: number = (code - 2^(bits - 1)) * scale. The matrix
-//     is not normalised. Keys and values are never transformed back: q is transformed instead, and the output once
-//     at the end, each by the matrix times 1/32.
+//     which distributes outliers; then each 32 numbers share a scale: number = (code - 2^(bits - 1)) * scale. The
+//     matrix is not normalised. Keys and values are never transformed back: q is transformed instead, and the output
+//     once at the end, each by the matrix times 1/32.
 //
 // Set when compiling (-D): HEAD_DIM (64 or 128), KV_HEADS, PAGE_SIZE, K_DTYPE and V_DTYPE (above), WARPS, MIN_BLOCKS
 // (resident thread blocks of an SM), MIN_SPLIT (tokens of the smallest split), MAX_SPLITS, SOFTCAP, HAS_MASK.
 #pragma once
-#include "prepacked.h"
+#include "prepacked_acts.h"
 
 struct AttnParams {
     const u16 *q, *k, *v;          // new heads, side by side in a token

@@ -12,9 +12,9 @@
 // WARPS, STAGES (of the cp.async ring), N8_TILES (n8 tiles of the mma: rows of activations / 8), RMS_NORM (x is
 // normalised first), ACTIVATION (0: each weight has an output of its own; else two weights, gate and up, and the
 // output is act(gate) * up: 1 silu, 2 tanh-approximated gelu, 3 gelu, 4 relu), FP32_OUT (outputs are float32),
-// LDMATRIX_LAYOUT, IN_PREPACKED and OUT_PREPACKED (prepacked.h).
+// LDMATRIX_LAYOUT, IN_PREPACKED and OUT_PREPACKED (prepacked_acts.h).
 #pragma once
-#include "prepacked.h"
+#include "prepacked_acts.h"
 #include "weight_tile.h"
 
 #ifndef LDMATRIX_LAYOUT

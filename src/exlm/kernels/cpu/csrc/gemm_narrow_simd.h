@@ -1,8 +1,8 @@
 /* gemv_panel and gemm_panel of the instruction sets with fewer or narrower registers than AVX-512: one row in several
    passes over the panel, several rows from codes that are unpacked first, MR rows times NR_REGS registers at a time. */
 
-#ifndef EXLM_GEMM_NARROW_H
-#define EXLM_GEMM_NARROW_H
+#ifndef EXLM_GEMM_NARROW_SIMD_H
+#define EXLM_GEMM_NARROW_SIMD_H
 
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(EXLM_PORTABLE)
 #include "microkernel_dotprod.h"

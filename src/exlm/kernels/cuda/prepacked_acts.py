@@ -1,4 +1,4 @@
-"""Prepacked activations: an epilogue writes its output as the next GEMM's packed input (csrc/prepacked.h).
+"""Prepacked activations: an epilogue writes its output as the next GEMM's packed input (csrc/prepacked_acts.h).
 
 The next weight's act-order permutation is folded into that store, and so is the weight of an RMS norm between
 the two: the epilogue multiplies by the norm's weight and leaves partial sums of squares; the next GEMM's own

@@ -2,7 +2,7 @@
 // then needs no pack_activations (IN_PREPACKED). The act-order permutation of the next weight is folded into this
 // store, and so is the weight of an RMS norm that stands between the two. The norm's 1 / rms is not known yet: every
 // thread block leaves the sum of squares of its own outputs, and the next GEMM's epilogue multiplies by 1 / rms,
-// since it commutes with the product. prepacked.py allocates the buffers and makes the tables.
+// since it commutes with the product. prepacked_acts.py allocates the buffers and makes the tables.
 #pragma once
 #include "ptx.h"
 
