@@ -1,8 +1,8 @@
 """Async scheduling: the next decode pass is launched before the host reads the tokens of the last one.
 
 The next pass reads the sampled tokens on the device. While it runs, the host detokenizes, checks stop
-conditions and builds results. If a job has ended or joined in between, the pass is dropped: it wrote keys and
-values only to positions that no sequence has reached, and a later pass overwrites them.
+conditions and builds results. If a job has ended or joined in between, the pass is dropped: it wrote keys,
+values and recurrent states only for positions that no sequence has reached, and a later pass overwrites them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from .job import Job
 from .model_runner import ModelRunner
+from .page_table import PageTable
 
 
 class InFlightDecode:
@@ -39,7 +40,7 @@ class InFlightDecode:
         up_to_date = all([job.sequences[0].num_computed_tokens == past[job.batch_row] for job in jobs])
         return logits if up_to_date else None
 
-    def launch_next(self, jobs: Sequence[Job], tokens: Any) -> None:
+    def launch_next(self, jobs: Sequence[Job], tokens: Any, page_table: PageTable) -> None:
         """Launch the pass after `tokens` (jobs,), which are on the device; all jobs are simple.
 
         Nothing is launched if these tokens reach every job's limit.
@@ -48,6 +49,8 @@ class InFlightDecode:
         if all([len(sequence.ids) + 1 >= sequence.max_length for sequence in sequences]):
             return
         self._past = [len(sequence.ids) for sequence in sequences]
+        for sequence, past in zip(sequences, self._past, strict=True):
+            page_table.plan_decode_states(sequence, past, 1, is_final=True)
         self._logits = self._runner.decode_next(sequences, self._past, tokens)
         if jobs != self._jobs:  # otherwise the rows are already assigned
             self._jobs = list(jobs)

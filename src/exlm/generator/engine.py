@@ -199,10 +199,12 @@ class EngineCore:
             for chunk in chunks:
                 chunk.job.metrics.prefill_started_at = chunk.job.metrics.prefill_started_at or now
                 if chunk.end > chunk.start:
+                    self.page_table.plan_prefill_states(chunk.sequence, chunk.start, chunk.end)
                     for runner in runners:
                         runner.prefill(chunk.sequence, chunk.start, chunk.end)
                 self.page_table.mark_computed(chunk.sequence, chunk.end)
-                advanced[id(chunk.job)] = chunk.job
+                if chunk.job.metrics.first_decode_at is None:  # not what a rewind lost
+                    advanced[id(chunk.job)] = chunk.job
         return [prefill_result(job) for job in advanced.values()]
 
     def _propose_drafts(self, jobs: Sequence[Job]) -> Sequence[Sequence[int]]:
@@ -212,7 +214,12 @@ class EngineCore:
                 job.metrics.start_decode()
         if self.drafter is None:
             return NO_DRAFTS
-        return self.drafter.propose([job.sequences[0] for job in jobs], [job.num_draft_tokens for job in jobs])
+        counts = [job.num_draft_tokens for job in jobs]
+        if self.page_table.states is not None:  # the state after each draft token is kept until it is verified
+            num_sequences = sum(len(job.sequences) for job in self.scheduler.active)
+            spare = self.page_table.states.num_spare_slots(num_sequences) // len(jobs)
+            counts = [min(count, spare) for count in counts]
+        return self.drafter.propose([job.sequences[0] for job in jobs], counts)
 
     def _decode(self, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]) -> Any:
         """Logits of each job's last token and drafts, in one pass of the model."""
@@ -224,6 +231,7 @@ class EngineCore:
                 job.prefetch_filter_masks(self._filter_executor)
             job.batch_row = len(past)
             for sequence in job.sequences:
+                self.page_table.plan_decode_states(sequence, sequence.num_computed_tokens, 1 + len(draft))
                 sequences.append(sequence)
                 past.append(sequence.num_computed_tokens)
                 token_rows.append([sequence.ids[-1], *draft])
@@ -287,7 +295,7 @@ class EngineCore:
                 return [self._fail(jobs[0], error)]
             return [self._sample_and_apply([job], logits, position)[0] for job in jobs]
         if launch_next:
-            self.in_flight.launch_next(jobs, pending.tokens)
+            self.in_flight.launch_next(jobs, pending.tokens, self.page_table)
         output = pending.wait()
         if output.resampled:
             self.in_flight.discard()  # it was fed tokens that have been replaced
@@ -379,6 +387,8 @@ class EngineCore:
             if self.drafter is not None:
                 self.drafter.truncate(sequence, length)
             self.page_table.rewind(sequence, length)
+            if not sequence.prefill_done:
+                self.scheduler.resume_prefill(job)
         job.sampler_state.truncate(len(job.sequences[0].ids))
 
     def _stop(self, job: Job, action: Stop) -> StreamingResult:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, Unsupported
 from ..sampling import Settings
 from ..sampling.settings import VOCAB_MULTIPLE
 from .engine import EngineCore
@@ -17,6 +17,7 @@ from .job import JOB_ARGUMENTS, Job
 from .page_table import PageTable
 from .results import Result, ResultQueue, StreamingResult, error_result
 from .speculative import Drafter, ModelDrafter, NgramDrafter
+from .state_table import SLOTS_PER_SEQUENCE, StateTable
 from .validation import (
     GENERATE_ARGUMENTS,
     argument_names,
@@ -32,6 +33,7 @@ from .validation import (
     resolve_chunk_size,
     resolve_max_seq_len,
     resolve_num_draft_tokens,
+    resolve_state_slots,
     whole_number,
 )
 
@@ -56,6 +58,11 @@ class Generator:
     sequence, its last one and a draft. A draft has at most `num_draft_tokens`, by default 4 with a draft model and
     `max_q_size - 1` with n-grams. Several threads may call it: one of them runs a step for all jobs, and the
     others wait for it.
+
+    For a model with recurrent layers, `state_cache_bytes` is the memory for their states, by default 2 GiB, or a
+    quarter of what a GPU has free. A cached prompt is reused up to a checkpoint of the state: one is kept every
+    `state_checkpoint_interval` tokens (0: never) and at the last full page of each prompt.
+
     `max_sampling_threads`, `min_sampling_threads` and `filter_background_eval` are accepted for old scripts.
     """
 
@@ -78,6 +85,8 @@ class Generator:
         paged: bool = True,
         filter_background_eval: bool = True,
         max_queue: int | None = None,
+        state_checkpoint_interval: int = 1024,
+        state_cache_bytes: int | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(
@@ -94,8 +103,12 @@ class Generator:
         self.paged, self.page_size = paged, int(cache.page_size)
         self.padded_vocab_size = -(-model.config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         default_rows = max(1, model.config.max_input_len // whole_number("max_q_size", max_q_size, 1))
-        rows = whole_number("max_batch_size", max_batch_size or default_rows, 1)
-        self.max_batch_size = rows if paged else 1
+        rows = whole_number("max_batch_size", max_batch_size or default_rows, 1) if paged else 1
+        num_state_slots = resolve_state_slots(cache, rows, max_batch_size is None and paged, state_cache_bytes)
+        if num_state_slots:
+            rows = min(rows, num_state_slots // SLOTS_PER_SEQUENCE)
+            cache.allocate_states(num_state_slots)
+        self.max_batch_size = rows
         self.max_seq_len = resolve_max_seq_len(max_seq_len, model.max_seq_len)
         self.max_chunk_size = resolve_chunk_size(max_chunk_size, model.config.max_input_len, self.page_size, paged)
         self.max_total_tokens = cache_capacity(cache)
@@ -106,9 +119,16 @@ class Generator:
         self.num_draft_tokens = (
             0 if drafter is None else resolve_num_draft_tokens(num_draft_tokens, default_draft_tokens, max_q_size)
         )
+        states = (
+            StateTable(
+                num_state_slots, self.page_size, whole_number("state_checkpoint_interval", state_checkpoint_interval, 0)
+            )
+            if num_state_slots
+            else None
+        )
         self._engine = EngineCore(
             model.runner(cache),
-            PageTable(self.max_pages, self.page_size),
+            PageTable(self.max_pages, self.page_size, states),
             tokenizer,
             model.config.vocab_size,
             max_batch_size=self.max_batch_size,
@@ -357,6 +377,9 @@ class Generator:
             self.cancel_abandoned()
             if not self._engine.busy and self.cache.last_writer is not self._engine.runner:
                 self._engine.page_table.clear_prefix_cache()
+                states = self._engine.page_table.states
+                if states is not None and self.cache.num_state_slots != states.num_slots:
+                    self.cache.allocate_states(states.num_slots)
                 self.cache.last_writer = self._last_writer = self._engine.runner
             serial = self._engine.enqueue(job)
             if job.result_queue is None:
@@ -403,6 +426,11 @@ class Generator:
             raise InputError("Must supply cache for draft model.")
         if self.draft_cache is self.cache:
             raise InputError(DRAFT_SHARES_CACHE)
+        if getattr(self.draft_cache, "state_bytes", 0):
+            raise Unsupported(
+                "The draft model has recurrent layers, whose states cannot follow rejected drafts: use one of "
+                "attention alone, or use_ngram_draft=True."
+            )
         if self.draft_cache.max_seq_len != self.cache.max_seq_len or self.draft_cache.batch_size != 1:
             raise InputError(
                 f"Cache and draft cache must be same dimensions, found {self.cache.max_seq_len} and "

@@ -190,6 +190,19 @@ class PageTable:
             return None
         return PageCopy(source.index, sequence.pages[i], sequence.num_pending_copy_tokens)
 
+    def plan_prefill_states(self, sequence: TokenSequence, start: int, end: int) -> None:
+        """Set where a chunk finds and leaves recurrent states, if the model has any."""
+        if self.states is not None:
+            self.states.plan_prefill(sequence, start, end)
+
+    def plan_decode_states(self, sequence: TokenSequence, past: int, count: int, *, is_final: bool = False) -> None:
+        """Set where a pass of `count` tokens finds and leaves recurrent states: one after each token.
+
+        `is_final` is as in `StateTable.plan_decode`.
+        """
+        if self.states is not None:
+            self.states.plan_decode(sequence, past, count, is_final=is_final)
+
     def mark_computed(self, sequence: TokenSequence, upto: int) -> None:
         """Record that keys and values of the ids before `upto` are in the cache, and publish full pages.
 
@@ -326,9 +339,7 @@ class PageTable:
         Free pages that a group could copy from are evicted last. If such a page is evicted after all, the
         group gets the page itself, with the tokens that match.
         """
-        sources = [
-            self._find_copy_source(*group[0]) if self.states is None else (None, 0) for group in groups
-        ]
+        sources = [self._find_copy_source(*group[0]) if self.states is None else (None, 0) for group in groups]
         for source, _ in sources:
             if source is not None and source.ref_count == 0:
                 self._mark_used(source)

@@ -198,6 +198,10 @@ class Scheduler:
                 self._prefilling.pop(id(job), None)
         return jobs
 
+    def resume_prefill(self, job: Job) -> None:
+        """Compute again what an active job lost in a rewind, as if it were the rest of its prompt."""
+        self._prefilling[id(job)] = job
+
     def finish(self, job: Job) -> None:
         """Remove an active job; its pages stay in the prefix cache until they are evicted."""
         del self._active[id(job)]

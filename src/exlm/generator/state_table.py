@@ -13,7 +13,7 @@ them share a slot without a copy. Like the page table it holds integers and byte
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import CacheTooSmall, InputError
 from .token_sequence import TokenSequence
@@ -31,7 +31,8 @@ class StateTable:
             raise InputError(f"A sequence needs {SLOTS_PER_SEQUENCE} state slots, found {num_slots} in all.")
         if checkpoint_interval < 0 or checkpoint_interval % page_size:
             raise InputError(
-                f"state_checkpoint_interval must be 0 or whole pages of {page_size} tokens, found {checkpoint_interval}."
+                f"state_checkpoint_interval must be 0 or a multiple of the {page_size} tokens of a page, "
+                f"found {checkpoint_interval}."
             )
         self.num_slots, self.page_size, self.checkpoint_interval = num_slots, page_size, checkpoint_interval
         self.reset()
@@ -67,28 +68,32 @@ class StateTable:
         self._drop(sequence, list(sequence.states))
         self._keep(sequence, position, self._checkpoints[page_hash])
 
-    def plan(self, sequence: TokenSequence, past: int, positions: Iterable[int], *, is_final: bool = False) -> None:
-        """Set a sequence's `state_source` and `state_targets` for a pass of the tokens behind `past`.
+    def plan_decode(self, sequence: TokenSequence, past: int, count: int, *, is_final: bool = False) -> None:
+        """Set a sequence's `state_source` and `state_targets` for a pass of `count` tokens behind `past`.
 
-        The states at `positions` are stored. `is_final`: tokens before `past` cannot be rewound, whatever
+        The state after each of them is stored. `is_final`: tokens before `past` cannot be rewound, whatever
         `num_final_tokens` says. A pass that was dropped is planned again with the same slots.
         """
-        if past and past not in sequence.states:
-            raise AssertionError(f"no state after {past} tokens, only after {sorted(sequence.states)}")
-        wanted = [*positions]
-        last = max(wanted, default=past)
-        self._drop(sequence, [p for p in sequence.states if p > last or (is_final and p < past and not self._awaits(sequence, p))])
-        for position in wanted:
-            if position not in sequence.states:
-                self._keep(sequence, position, self._allocate(sequence, past))
-        sequence.state_source = sequence.states[past] if past else -1
-        sequence.state_targets = [(position - past - 1, sequence.states[position]) for position in wanted]
+        end = past + count
+        if is_final:
+            self._drop(sequence, [p for p in sequence.states if p < past and not self._awaits(sequence, p)])
+        self._drop(sequence, [p for p in sequence.states if p > end])
+        self._plan(sequence, past, range(past + 1, end + 1))
 
-    def prefill_positions(self, sequence: TokenSequence, start: int, end: int) -> list[int]:
-        """Where a prefill chunk stores states: at its end, and at the checkpoints of the prompt within."""
+    def plan_prefill(self, sequence: TokenSequence, start: int, end: int) -> None:
+        """Set them for a chunk of a prompt: the state at its end is stored, and those at checkpoints within.
+
+        A checkpoint within is left out where its slot would be taken from a running sequence.
+        """
+        self._drop(sequence, [p for p in sequence.states if p > start])
         first = start // self.page_size * self.page_size + self.page_size
         borders = range(first, end, self.page_size) if self.checkpoint_interval else ()
-        return [*(p for p in borders if self._is_checkpoint(sequence, p)), end]
+        checkpoints = [p for p in borders if self._is_checkpoint(sequence, p)]
+        self._plan(sequence, start, [end])
+        for position in checkpoints:
+            if self._free or self._evict_checkpoint():
+                self._keep(sequence, position, self._free.pop())
+                sequence.state_targets.append((position - start - 1, sequence.states[position]))
 
     def forget_unneeded(self, sequence: TokenSequence) -> None:
         """Drop the states that no pass, rewind or checkpoint needs any more."""
@@ -148,6 +153,15 @@ class StateTable:
             found.append(f"free state slots are {sorted(self._free)}, which others use")
         return found
 
+    def _plan(self, sequence: TokenSequence, past: int, positions: Sequence[int]) -> None:
+        for position in positions:
+            if position not in sequence.states:
+                if not self._free:
+                    self._evict(sequence, past)
+                self._keep(sequence, position, self._free.pop())
+        sequence.state_source = sequence.states[past] if past else -1
+        sequence.state_targets = [(position - past - 1, sequence.states[position]) for position in positions]
+
     def _is_checkpoint(self, sequence: TokenSequence, position: int) -> bool:
         """Whether a checkpoint at this page border stays: one of the interval, or the last one of the prompt."""
         return position % self.checkpoint_interval == 0 or position == sequence.last_prompt_border
@@ -157,16 +171,16 @@ class StateTable:
         pages, offset = divmod(position, self.page_size)
         return not offset and bool(self.checkpoint_interval) and pages > sequence.num_published_pages
 
-    def _allocate(self, sequence: TokenSequence, past: int) -> int:
-        """A slot for one more state: free, of the least recently used checkpoint, or of a state that can be spared."""
-        if not self._free:
-            self._evict(sequence, past)
-        return self._free.pop()
+    def _evict_checkpoint(self) -> bool:
+        """Free the slot of the least recently used checkpoint that no sequence uses; whether there is one."""
+        page_hash = next((h for h, slot in self._checkpoints.items() if self._references[slot] == 1), None)
+        if page_hash is not None:
+            self.drop_checkpoint(page_hash)
+        return page_hash is not None
 
     def _evict(self, sequence: TokenSequence, past: int) -> None:
-        unshared = (h for h, slot in self._checkpoints.items() if self._references[slot] == 1)
-        if (page_hash := next(unshared, None)) is not None:
-            self.drop_checkpoint(page_hash)
+        """Free a slot: of a checkpoint, or of a state to which a rewind need not return exactly."""
+        if self._evict_checkpoint():
             return
         for other, position in self._spared_states(sequence, past):
             slot = other.states[position]

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..sampling import Settings
+from .state_table import SLOTS_PER_SEQUENCE
 
 REPLACEMENTS = {
     "loras": "use set_loras(), or the loras of a job",
@@ -34,6 +35,9 @@ GENERATE_ARGUMENTS = frozenset(
     ("prompt", "add_bos", "encode_special_tokens", "completion_only", "abort_event", "return_last_results")
 )
 """Arguments that only `generate()` has."""
+
+MAX_CHECKPOINTS = 1024
+"""Most recurrent states beyond those of running sequences that a generator makes room for."""
 
 SETTINGS_FIELDS = frozenset(field.name for field in dataclasses.fields(Settings))
 
@@ -222,6 +226,28 @@ def resolve_chunk_size(requested: int | None, limit: int, page_size: int, paged:
             f"max_chunk_size must be {pages}at most the model's max_input_len of {limit}, received {count}."
         )
     return count
+
+
+def resolve_state_slots(cache: Any, rows: int, rows_are_default: bool, state_cache_bytes: int | None) -> int:
+    """How many recurrent states to make room for: those of `rows` running sequences, and checkpoints; 0 without any.
+
+    Default rows may become fewer; rows that were asked for are all needed.
+    """
+    state_bytes = getattr(cache, "state_bytes", 0)
+    if not state_bytes:
+        return 0
+    needed = SLOTS_PER_SEQUENCE * (1 if rows_are_default else rows)
+    if state_cache_bytes is None:
+        fitting = cache.default_state_cache_bytes // state_bytes
+    else:
+        fitting = whole_number("state_cache_bytes", state_cache_bytes, 1) // state_bytes
+        if fitting < needed:
+            raise InputError(
+                f"state_cache_bytes is {state_cache_bytes:,}, room for {fitting} recurrent states of {state_bytes:,} "
+                f"bytes; {needed} are needed, {SLOTS_PER_SEQUENCE} for each of {needed // SLOTS_PER_SEQUENCE} rows. "
+                f"Give {needed * state_bytes:,} bytes or more, or lower max_batch_size."
+            )
+    return int(min(max(fitting, needed), SLOTS_PER_SEQUENCE * rows + MAX_CHECKPOINTS))
 
 
 def cache_capacity(cache: Any) -> int:

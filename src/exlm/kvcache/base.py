@@ -218,6 +218,15 @@ class CacheBase(ABC):
         return sum(_state_bytes(shape.state, self._conv_dtype) for shape in self.layer_shapes if shape.state)
 
     @property
+    def default_state_cache_bytes(self) -> int:
+        """What a generator may take for recurrent states if it is not told.
+
+        2 GiB on a CPU, where a slot takes memory once it is written to; a quarter of a GPU's free memory.
+        """
+        device = next((layer.device for layer in self.layers if layer.state is not None), torch.device("cpu"))
+        return 2 << 30 if device.type == "cpu" else torch.cuda.mem_get_info(device)[0] // 4
+
+    @property
     def num_state_slots(self) -> int:
         """How many recurrent states there is room for."""
         return self._num_state_slots

@@ -21,7 +21,7 @@ from ..kernels.interface import LayerKVCache
 from ..kvcache import PAGE_SIZE, CacheBase
 from ..nn import Batch
 from ..nn.batch import Outputs
-from .cuda_graphs import CudaGraphRunner
+from .cuda_graphs import CudaGraphRunner, split_state_slots
 from .decoder import Decoder
 from .inputs import SequenceExtras
 
@@ -38,7 +38,11 @@ class UnloadedDecoder:
 
 
 class PagedSequence(Protocol):
-    """What a runner needs to know of a sequence: all its tokens so far, its page numbers in order, its extras."""
+    """What a runner needs to know of a sequence: all its tokens so far, its page numbers in order, its extras.
+
+    For a model with recurrent layers also the slots of the next pass: the state that it continues (-1: zeros), and
+    (token, slot) for each state that it stores.
+    """
 
     @property
     def ids(self) -> Sequence[int]: ...
@@ -49,6 +53,12 @@ class PagedSequence(Protocol):
     @property
     def extras(self) -> SequenceExtras | None: ...
 
+    @property
+    def state_source(self) -> int: ...
+
+    @property
+    def state_targets(self) -> Sequence[tuple[int, int]]: ...
+
 
 @dataclass(frozen=True)
 class PlainSequence:
@@ -57,6 +67,8 @@ class PlainSequence:
     ids: list[int]
     pages: list[int]
     extras: None = None
+    state_source: int = -1
+    state_targets: Sequence[tuple[int, int]] = ()
 
 
 class PagedModelRunner:
@@ -75,9 +87,12 @@ class PagedModelRunner:
         self.cache = cache
         self.device = device
         self.uses_mrope = uses_mrope
+        self.is_recurrent = cache.state_bytes > 0
         # `forward` must not refer to this runner: a reference cycle would keep the weights in memory.
         self.graphs = (
-            CudaGraphRunner(partial(all_logits, decoder, cache), device, max_graph_tokens) if max_graph_tokens else None
+            CudaGraphRunner(partial(all_logits, decoder, cache), device, max_graph_tokens, self.is_recurrent)
+            if max_graph_tokens
+            else None
         )
 
     def release_model(self) -> None:
@@ -139,7 +154,21 @@ class PagedModelRunner:
         if self.graphs is None or any([sequence.extras for sequence in sequences]):
             return None
         self.cache.last_writer = self
-        return self.graphs.decode(token_rows, past, [sequence.pages for sequence in sequences])
+        count = 1 if isinstance(token_rows, Tensor) else len(token_rows[0])
+        return self.graphs.decode(
+            token_rows, past, [sequence.pages for sequence in sequences], self._state_slots(sequences, count)
+        )
+
+    def _state_slots(self, sequences: Sequence[PagedSequence], count: int) -> NDArray[np.int64] | None:
+        """(sequences, 1 + count): each one's source slot, then the slot for the state after each token, or -1."""
+        if not self.is_recurrent:
+            return None
+        slots = np.full((len(sequences), 1 + count), -1, np.int64)
+        for row, sequence in enumerate(sequences):
+            slots[row, 0] = sequence.state_source
+            for token, slot in sequence.state_targets:
+                slots[row, 1 + token] = slot
+        return slots
 
     def _forward_batch(
         self,
@@ -154,13 +183,15 @@ class PagedModelRunner:
         max_pages = -(-max_kv_len // PAGE_SIZE)
         table = [[*sequence.pages[:max_pages], *[0] * (max_pages - len(sequence.pages))] for sequence in sequences]
         past_array = np.array(past, np.int64)
+        slots = self._state_slots(sequences, count)
         arrays = (
             np.array(token_rows, np.int64),
             past_array[:, None] + np.arange(count),
             past_array,
             np.array(table, np.int64),
+            *(() if slots is None else (slots,)),
         )
-        ids, positions, past_lens, page_table = copy_to_device(arrays, self.device)
+        ids, positions, past_lens, page_table, *state_slots = copy_to_device(arrays, self.device)
         batch = Batch(
             ids=ids,
             positions=positions,
@@ -168,6 +199,7 @@ class PagedModelRunner:
             page_table=page_table,
             max_kv_len=max_kv_len,
             uniform=len(set(past)) == 1,
+            state_slots=split_state_slots(state_slots[0]) if state_slots else None,
             outputs=outputs,
         )
         extras = [sequence.extras for sequence in sequences]
