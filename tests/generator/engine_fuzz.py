@@ -22,6 +22,7 @@ from exlm.errors import CacheTooSmall
 from exlm.generator.engine import EngineCore
 from exlm.generator.page_table import PageTable
 from exlm.generator.speculative import Drafter, ModelDrafter
+from exlm.generator.state_table import SLOTS_PER_SEQUENCE, StateTable
 from tests.generator.ngram_oracle import CheckedNgramDraft
 from tests.generator.page_table_oracle import check_invariants
 from tests.generator.scripted import ID, PIECES, HashingRunner
@@ -264,8 +265,15 @@ class ResultChecker:
 class EngineFuzz:
     """Random operations on one engine; `specs` are shared between instances."""
 
-    def __init__(self, rng: Random, tokenizer: Tokenizer, specs: SpecsWithResults, run_ahead: bool = False) -> None:
-        """With `run_ahead`, scheduling is asynchronous and drafters are rarer."""
+    def __init__(
+        self,
+        rng: Random,
+        tokenizer: Tokenizer,
+        specs: SpecsWithResults,
+        run_ahead: bool = False,
+        recurrent: bool = False,
+    ) -> None:
+        """With `run_ahead`, scheduling is asynchronous and drafters are rarer. `recurrent`: the model keeps states."""
         self.rng, self.specs = rng, specs
         self.checker = ResultChecker()
         self.counts = self.checker.counts
@@ -277,12 +285,15 @@ class EngineFuzz:
                 if rng.random() < 0.5
                 else ModelDrafter(UncheckedDraftRunner(draft_script, pages, size))
             )
+        rows = rng.randint(2, 6)
+        slots = SLOTS_PER_SEQUENCE * rows + rng.choice((0, 1, 4, 40)) if recurrent else 0
+        states = StateTable(slots, size, rng.choice((0, size, 3 * size))) if recurrent else None
         self.engine = EngineCore(
-            (AsyncScripted if run_ahead else Scripted)(script, pages, size),
-            PageTable(pages, size),
+            (AsyncScripted if run_ahead else Scripted)(script, pages, size, state_slots=slots),
+            PageTable(pages, size, states),
             tokenizer,
             len(PIECES),
-            max_batch_size=rng.randint(2, 6),
+            max_batch_size=rows,
             chunk_size=rng.choice((1, 3, size, 2 * size, 64)),
             drafter=drafter,
             num_draft_tokens=rng.randint(1, 5) if drafter is not None else 0,

@@ -32,6 +32,8 @@ def _sequence_violations(table: PageTable, sequence: TokenSequence) -> Iterator[
     filled_rows = [len(table._pages[index].ids) for index in sequence.pages]
     if any(after and before < size for before, after in pairwise(filled_rows)):
         yield f"its pages hold {filled_rows} rows: there is a hole"
+    if table.states is not None and cached and cached not in sequence.states:
+        yield f"no recurrent state after {cached} tokens, only after {sorted(sequence.states)}"
     for i, index in enumerate(sequence.pages):
         page = table._pages[index]
         valid = ids[i * size : min(cached, (i + 1) * size)]
@@ -39,7 +41,8 @@ def _sequence_violations(table: PageTable, sequence: TokenSequence) -> Iterator[
             yield f"page {index} holds {page.ids}, not {valid}"
         if page.parent_hash != sequence.parent_hash(i):
             yield f"page {index} has another parent than slot {i}"
-        if i < len(sequence.page_hashes):
+        shared_when_pending = table.states is None  # with recurrent states, pages are shared once published
+        if i < (len(sequence.page_hashes) if shared_when_pending else sequence.num_published_pages):
             if sequence.page_hashes[i] not in (page.page_hash, page.pending_hash) or (
                 i < sequence.num_published_pages and not page.page_hash
             ):

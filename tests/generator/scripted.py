@@ -41,14 +41,20 @@ def make_tokenizer(folder: Path, pieces: Sequence[bytes] | None = None) -> Token
 
 
 class HashingRunner(ToyRunner):
-    """A scripted model that stores in each row a hash of all ids up to it, in constant memory."""
+    """A scripted model that stores in each row a hash of all ids up to it, in constant memory.
 
-    def __init__(self, script: Script, pages: int, size: int = 256, vocab: int = len(PIECES)) -> None:
+    With `state_slots` it has a recurrent state too: a slot holds the hash of the ids behind the state.
+    """
+
+    def __init__(
+        self, script: Script, pages: int, size: int = 256, vocab: int = len(PIECES), state_slots: int = 0
+    ) -> None:
         super().__init__(script, 0, size)
         self.row_hashes: list[list[int | None]] = [[None] * size for _ in range(pages)]
         self.rows = self.row_hashes  # type: ignore[assignment]
         self.log = deque(maxlen=100)  # type: ignore[assignment]
         self.vocab = vocab
+        self.state_hashes: list[int | None] = [None] * state_slots
 
     def _write(self, sequence: Any, prefix: Sequence[int], new_tokens: Sequence[int]) -> None:
         prefix_hash, size, pages = hash(sequence.salt), self.size, sequence.pages
@@ -58,8 +64,20 @@ class HashingRunner(ToyRunner):
             assert row_hash == prefix_hash, (
                 f"row {position} of page {pages[position // size]} was computed from something else"
             )
+        if self.state_hashes:
+            slots = [slot for _, slot in sequence.state_targets]
+            assert len({*slots, sequence.state_source}) == len(slots) + 1, (
+                "a slot is read and written, or written twice"
+            )
+            found = self.state_hashes[sequence.state_source] if prefix else prefix_hash
+            assert found == prefix_hash, f"the state behind {len(prefix)} tokens was computed from something else"
+            assert (sequence.state_source == -1) == (not prefix)
+        targets = dict(sequence.state_targets) if self.state_hashes else {}
+        assert all(0 <= token < len(new_tokens) for token in targets)
         for position, token in enumerate(new_tokens, len(prefix)):
             prefix_hash = hash((prefix_hash, token))
+            if (slot := targets.get(position - len(prefix))) is not None:
+                self.state_hashes[slot] = prefix_hash
             self.row_hashes[pages[position // size]][position % size] = prefix_hash
 
     def _logits(self, prefix: list[int]) -> Tensor:

@@ -29,8 +29,10 @@ def specs(tokenizer: Tokenizer) -> SpecsWithResults:
     return [(recipe, run_alone(recipe, tokenizer)) for recipe in recipes]
 
 
-def run_fuzz(rng: Random, steps: int, tokenizer: Tokenizer, specs: SpecsWithResults) -> Counter[str]:
-    walk = EngineFuzz(rng, tokenizer, specs)
+def run_fuzz(
+    rng: Random, steps: int, tokenizer: Tokenizer, specs: SpecsWithResults, recurrent: bool = False
+) -> Counter[str]:
+    walk = EngineFuzz(rng, tokenizer, specs, recurrent=recurrent)
     for _ in range(steps):
         walk.step()
     walk.drain()
@@ -55,6 +57,14 @@ def test_many_engines(tokenizer: Tokenizer, specs: SpecsWithResults) -> None:
         "end_filter": 100,
         "stop_string": 50,
     }
+    assert {key: events[key] for key in at_least if events[key] < at_least[key]} == {}, events
+
+
+def test_many_engines_with_recurrent_states(tokenizer: Tokenizer, specs: SpecsWithResults) -> None:
+    events: Counter[str] = Counter()
+    for seed in range(RUNS):
+        events += run_fuzz(Random(seed), STEPS, tokenizer, specs, recurrent=True)
+    at_least = {"rounds": 20_000, "finished": 3000, "reused": 300, "rewinds": 500, "cancels": 1000, "guesses": 500}
     assert {key: events[key] for key in at_least if events[key] < at_least[key]} == {}, events
 
 

@@ -93,7 +93,7 @@ class StateTable:
         for position in checkpoints:
             if self._free or self._evict_checkpoint():
                 self._keep(sequence, position, self._free.pop())
-                sequence.state_targets.append((position - start - 1, sequence.states[position]))
+                sequence.state_targets = (*sequence.state_targets, (position - start - 1, sequence.states[position]))
 
     def forget_unneeded(self, sequence: TokenSequence) -> None:
         """Drop the states that no pass, rewind or checkpoint needs any more."""
@@ -135,7 +135,7 @@ class StateTable:
     def release(self, sequence: TokenSequence) -> None:
         """Drop a sequence's states; checkpoints stay."""
         self._drop(sequence, list(sequence.states))
-        sequence.state_source, sequence.state_targets, sequence.rolling_checkpoint = -1, [], None
+        sequence.state_source, sequence.state_targets, sequence.rolling_checkpoint = -1, (), None
 
     def violations(self) -> list[str]:
         """Broken invariants, one line each."""

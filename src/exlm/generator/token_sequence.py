@@ -6,7 +6,7 @@ The page table updates the counters, the engine appends the ids.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -47,7 +47,7 @@ class TokenSequence:
     """Slots of its recurrent states by position, the number of tokens behind each; the state table changes them."""
     state_source: int = -1
     """The slot of the state that the planned pass continues; -1: none, it starts from zeros."""
-    state_targets: list[tuple[int, int]] = field(default_factory=list)
+    state_targets: Sequence[tuple[int, int]] = ()
     """(token of the planned pass, slot for the state after it)."""
     last_prompt_border: int = 0
     """The last page border of the prompt, before its last token."""

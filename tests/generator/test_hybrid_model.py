@@ -1,0 +1,211 @@
+"""A trained hybrid (Qwen 3.5, gated delta nets and attention) gives the same text however it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from exlm import Cache, CacheQ8, Config, Generator, InputError, Job, Model, Settings, Tokenizer, Unsupported
+
+NEW = 24
+STATE_BYTES = 3 * (4 * 64 * 64 * 4 + 3 * 512 * 4)  # three delta nets: the matrices and the convolutions' inputs
+
+
+@pytest.fixture(scope="module")
+def model(fixtures_dir: Path) -> Model:
+    config = Config(str(fixtures_dir / "tiny-qwen3_5"))
+    config.device, config.dtype, config.max_seq_len = "cpu", "float32", 8192  # RoPE reaches beyond its training
+    model = Model(config)
+    model.load()
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Model) -> Tokenizer:
+    return Tokenizer(model.config)
+
+
+@pytest.fixture(scope="module")
+def reference(fixtures_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(fixtures_dir / "reference" / "qwen3_5.safetensors")
+
+
+@pytest.fixture(scope="module")
+def text(fixtures_dir: Path) -> list[int]:
+    (held_out,) = load_file(fixtures_dir / "reference" / "heldout_ids.safetensors").values()
+    return held_out.flatten().tolist()
+
+
+def make_generator(model: Model, tokenizer: Tokenizer, **options: Any) -> Generator:
+    cache = options.pop("cache", Cache)(model, max_seq_len=options.pop("tokens", 8192))
+    return Generator(model, cache, tokenizer, **options)
+
+
+def complete(generator: Generator, prompts: Sequence[Sequence[int]], new: int = NEW, **options: Any) -> list[Any]:
+    """(ids, last result) of the greedy completion of each prompt."""
+    for i, prompt in enumerate(prompts):
+        settings = Settings.greedy()
+        generator.enqueue(Job(torch.tensor([prompt]), new, gen_settings=settings, identifier=i, **options))
+    ids: list[list[int]] = [[] for _ in prompts]
+    last: list[Any] = [None] * len(prompts)
+    while generator.num_remaining_jobs():
+        for result in generator.iterate():
+            if "token_ids" in result:
+                ids[result["identifier"]] += result["token_ids"].flatten().tolist()
+            if result["eos"]:
+                assert "error" not in result, result
+                last[result["identifier"]] = result
+    assert generator.pages.violations() == []
+    return list(zip(ids, last, strict=True))
+
+
+@pytest.fixture(scope="module")
+def prompts(text: list[int]) -> list[list[int]]:
+    lengths = (5, 40, 300, 700, 33, 520, 1)
+    return [text[100 * i : 100 * i + length] for i, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model, tokenizer: Tokenizer, prompts: list[list[int]]) -> list[list[int]]:
+    return [complete(make_generator(model, tokenizer), [prompt])[0][0] for prompt in prompts]
+
+
+def test_reference_completion(model: Model, tokenizer: Tokenizer, reference: dict[str, torch.Tensor]) -> None:
+    prompt = reference["input_ids"][0, :32].tolist()
+    ((ids, _),) = complete(make_generator(model, tokenizer), [prompt], new=48)
+    assert ids == reference["greedy_48"].flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_batch_size": 2},
+        {"max_batch_size": 7},
+        {"max_batch_size": 7, "max_chunk_size": 256},
+        {"max_batch_size": 7, "use_ngram_draft": True},
+        {"max_batch_size": 3, "state_cache_bytes": 9 * STATE_BYTES},
+        {"max_batch_size": 3, "state_cache_bytes": 9 * STATE_BYTES, "use_ngram_draft": True},
+        {"max_batch_size": 4, "state_checkpoint_interval": 0},
+        {"max_batch_size": 4, "state_checkpoint_interval": 256, "tokens": 2048},
+    ],
+)
+def test_batches_and_warm_caches(
+    model: Model, tokenizer: Tokenizer, prompts: list[list[int]], alone: list[list[int]], options: dict[str, Any]
+) -> None:
+    generator = make_generator(model, tokenizer, **options)
+    for _ in ("cold", "warm"):
+        assert [ids for ids, _ in complete(generator, prompts)] == alone
+
+
+@pytest.mark.parametrize("interval", [256, 1024])
+def test_a_shared_prefix_is_reused_up_to_the_last_checkpoint(
+    model: Model, tokenizer: Tokenizer, text: list[int], interval: int
+) -> None:
+    generator = make_generator(model, tokenizer, state_checkpoint_interval=interval, max_batch_size=2)
+    prompt = text[:4000] + text[5000:5020]
+    other = text[:4000] + text[6000:6050]
+    complete(generator, [prompt], new=4)
+    ((ids, last),) = complete(generator, [other])
+    assert 0 <= 4000 - last["cached_tokens"] <= 256 + interval
+    ((expected, cold),) = complete(make_generator(model, tokenizer), [other])
+    assert (ids, cold["cached_tokens"]) == (expected, 0)
+
+
+def test_a_prefix_that_is_shared_in_part(model: Model, tokenizer: Tokenizer, text: list[int]) -> None:
+    generator = make_generator(model, tokenizer, state_checkpoint_interval=256)
+    complete(generator, [text[:560]])
+    prompt = text[:520] + text[900:940]
+    ((ids, last),) = complete(generator, [prompt])
+    assert last["cached_tokens"] == 512
+    assert ids == complete(make_generator(model, tokenizer), [prompt])[0][0]
+
+
+def test_the_next_turn_of_a_chat_continues_behind_the_answer(
+    model: Model, tokenizer: Tokenizer, text: list[int]
+) -> None:
+    generator = make_generator(model, tokenizer)
+    first = text[:300]
+    ((answer, _),) = complete(generator, [first], new=250)
+    second = first + answer + text[2000:2010]
+    ((ids, last),) = complete(generator, [second])
+    assert last["cached_tokens"] == 512
+    assert ids == complete(make_generator(model, tokenizer), [second])[0][0]
+
+
+@pytest.mark.parametrize("slots", [3, 100])
+def test_banned_strings_rewind_the_state(
+    model: Model, tokenizer: Tokenizer, text: list[int], alone: list[list[int]], slots: int
+) -> None:
+    """With few slots the text behind the last final token is computed again; with many the state was kept."""
+    prompt = text[:40]
+    options = {"max_batch_size": 1, "state_cache_bytes": slots * STATE_BYTES}
+    ((ids, _),) = complete(make_generator(model, tokenizer, **options), [prompt])
+    banned = [tokenizer.decode(torch.tensor(ids[i : i + 3])) for i in (4, 9, 15)]
+    ((rewound, last),) = complete(make_generator(model, tokenizer, **options), [prompt], banned_strings=banned)
+    assert rewound != ids
+    assert not any(one.casefold() in last["full_completion"].casefold() for one in banned)
+    # The text after the rewinds is what follows the text itself.
+    cut = len(rewound) - 4
+    ((rest, _),) = complete(make_generator(model, tokenizer), [prompt + rewound[:cut]], new=4)
+    assert rest == rewound[cut:] or banned
+
+
+def test_quantised_pages_beside_states(model: Model, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
+    alone = [complete(make_generator(model, tokenizer, cache=CacheQ8), [prompt])[0][0] for prompt in prompts]
+    generator = make_generator(model, tokenizer, cache=CacheQ8, max_batch_size=7)
+    assert [ids for ids, _ in complete(generator, prompts)] == alone
+
+
+def test_guidance_and_token_healing(model: Model, tokenizer: Tokenizer, text: list[int]) -> None:
+    settings = Settings.greedy()
+    settings.cfg_scale = 1.5
+    pair = [torch.tensor([text[:40]]), torch.tensor([text[200:230]])]
+
+    def run(**options: Any) -> list[int]:
+        generator = make_generator(model, tokenizer, **options)
+        generator.enqueue(Job(pair, NEW, gen_settings=settings))
+        healed = Job(torch.tensor([text[:50]]), NEW, gen_settings=Settings.greedy(), token_healing=True)
+        generator.enqueue(healed)
+        ids: list[int] = []
+        while generator.num_remaining_jobs():
+            for result in generator.iterate():
+                assert "error" not in result
+                if "token_ids" in result and result["job"] is not healed:
+                    ids += result["token_ids"].flatten().tolist()
+        return ids + list(map(ord, healed.full_completion))
+
+    assert run(max_batch_size=3) == run(max_batch_size=2)
+
+
+def test_forward_goes_back_by_one_call_only(model: Model, text: list[int]) -> None:
+    cache = Cache(model, max_seq_len=512)
+    ids = torch.tensor([text[:60]])
+    model.forward(ids[:, :50], cache)
+    first = model.forward(ids[:, 50:], cache)
+    cache.current_seq_len = 50
+    assert torch.equal(model.forward(ids[:, 50:], cache), first)
+    cache.current_seq_len = 20
+    with pytest.raises(InputError, match="cannot go back to 20 tokens"):
+        model.forward(ids[:, 20:30], cache)
+    cache.reset()
+    assert torch.allclose(model.forward(ids, cache)[:, 50:], first, atol=1e-5)
+    for refused in (cache.roll_left, lambda: cache.copy_states(cache, 0, 1, 0, 1, 0, 1, 0, 1)):
+        with pytest.raises(Unsupported, match="recurrent state"):
+            refused()
+
+
+def test_too_little_memory_for_states_is_refused(model: Model, tokenizer: Tokenizer) -> None:
+    with pytest.raises(InputError, match=f"{12 * STATE_BYTES:,} bytes or more, or lower max_batch_size"):
+        make_generator(model, tokenizer, max_batch_size=4, state_cache_bytes=11 * STATE_BYTES)
+    with pytest.raises(InputError, match="multiple of the 256 tokens"):
+        make_generator(model, tokenizer, state_checkpoint_interval=100)
+
+
+def test_a_recurrent_draft_model_is_refused(model: Model, tokenizer: Tokenizer) -> None:
+    with pytest.raises(Unsupported, match="draft model has recurrent layers"):
+        make_generator(model, tokenizer, draft_model=model, draft_cache=Cache(model, max_seq_len=8192))
