@@ -84,13 +84,14 @@ typedef struct {
 
 /* out (channels) = the convolution of one token; taps and factors are `kernel` pointers to inputs, the newest last. */
 INLINE void conv_token(const ConvWeights *w, const float *const *taps, const float *const *factors, const float *gate,
-                       int channel, int channels, int kernel, int has_factor, float *out) {
+                       int channel, int channels, int kernel, int has_factor, long stride, float *out) {
     for (int c = 0; c < channels; c += LANES) {
         f32x16 sum = {0};
         if (w->bias) sum = load16(w->bias + channel + c);
 #pragma GCC unroll 4
         for (int i = 0; i < kernel; i++) {
             f32x16 x = load16(taps[i] + c);
+            if (i + 1 == kernel) __builtin_prefetch(taps[i] + stride + c); /* the next token's input */
             if (has_factor) x *= load16(factors[i] + c);
             sum += x * load16(w->weight + (long)i * w->channels + channel + c);
         }
@@ -121,7 +122,7 @@ static void conv_chunk(void *job, int chunk) {
         }
         float *out = j->out + ((long)row * j->count + n) * w->channels + channel;
         const float *gate = j->gate ? j->gate + at * j->x_stride + channel : NULL;
-#define CONV(kernel, has_factor) conv_token(w, taps, factors, gate, channel, channels, kernel, has_factor, out)
+#define CONV(kernel, has_factor) conv_token(w, taps, factors, gate, channel, channels, kernel, has_factor, j->x_stride, out)
         if (w->kernel == 4 && !j->factor)
             CONV(4, 0);
         else if (w->kernel == 3 && j->factor)
