@@ -7,6 +7,7 @@
 #include "digest.h"
 #include "digest_layers.h"
 #include "digest_linear.h"
+#include "digest_recurrent.h"
 
 /* Every case has a seed of its own, so that cases can be added without changing others. */
 static void run_cases(void run_case(int), int count, uint64_t kind) {
@@ -26,5 +27,6 @@ int main(void) {
     run_cases(case_attention, 60, 6);
     run_cases(case_layer, 16, 7);
     run_cases(case_codebook, 60, 8);
+    run_cases(case_recurrent, 48, 9);
     return 0;
 }

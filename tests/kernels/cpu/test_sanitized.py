@@ -1,4 +1,4 @@
-"""The C sources under the address and undefined-behaviour sanitizers, on random matrices and pages."""
+"""The C sources under the address and undefined-behaviour sanitizers, on random matrices, pages and states."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 WALK = """
 import sys, torch
 from pathlib import Path
+from types import SimpleNamespace
 from hypothesis import given, settings, strategies as st
 from exlm.kernels.cpu.repack import repack_panels
 from exlm.kernels.cpu.bindings import Library
@@ -27,10 +28,13 @@ from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, FP8Quantiz
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import LayerShape
 from exlm.kernels.cpu.attention import BatchArgsCache, PagedAttention, CpuRotaryEmbedding
+from exlm.kernels.cpu.recurrent import CpuDeltaNet, CpuMamba2, CpuShortConv
 from exlm.kernels.cpu.repack import cast_to_16bit, pack_bf12, pack_16bit
 from exlm.kernels.cpu.arena import HugePageArena
+from exlm.kernels.interface import StateSlots
 from exlm.nn import Batch
 from tests.kernels.cpu.random_weights import RECIPES, random_weight
+from tests.kernels.cpu.test_recurrent import CASES, batch, random_inputs, states
 
 library, CPU = Library(sys.argv[1], Path(sys.argv[2])), torch.device("cpu")
 
@@ -96,8 +100,28 @@ def look(past, tokens, heads, bits, threads):
     assert attend(q, k, v, layer, where).isfinite().all()
     assert all(x.isfinite().all() for x in turn(q, k, places))
 
+recurrent = SimpleNamespace(
+    delta_net=lambda mixer, params: CpuDeltaNet(library, mixer, params, None),
+    mamba2=lambda mixer, params: CpuMamba2(library, mixer, params, None),
+    short_conv=lambda mixer, conv, bias: CpuShortConv(library, mixer, conv, bias, None),
+)
+
+@settings(max_examples=40, database=None, derandomize=True, deadline=None)
+@given(CASES, st.integers(1, 3), st.sampled_from([1, 2, 5, 33, 70]), st.integers(1, 3), st.booleans(), st.booleans())
+def remember(case, rows, tokens, threads, is_first, is_last):
+    torch.set_num_threads(threads)
+    state = states(case, 3 * rows, 0.5)
+    slots = torch.randperm(3 * rows).view(3, rows)
+    targets = torch.full((rows, tokens), -1)
+    targets[:, tokens // 2] = slots[1]
+    if is_last:
+        targets[:, -1] = slots[2]
+    where = batch(rows, tokens, StateSlots(-torch.ones_like(slots[0]) if is_first else slots[0], targets))
+    assert case.bind(recurrent)(*random_inputs(case, rows, tokens), state, where).isfinite().all()
+
 walk()
 look()
+remember()
 """
 
 

@@ -1,8 +1,8 @@
 """The CPU backend: which weights and operations the C kernels take, in float32.
 
 It refuses (`Unsupported`) dense matrices that need more than 16 bits a number, norms other than RMS norm,
-gates other than silu, attention with softcap, activations without a gate and mixtures of experts: the
-reference backend computes those.
+gates other than silu, attention with softcap, activations without a gate, mixtures of experts and recurrences
+whose widths are no multiples of 16: the reference backend computes those.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .arena import HugePageArena
 from .attention import BatchArgsCache, CpuRotaryEmbedding, PagedAttention
 from .bindings import load
 from .ops import FusedLinear, PackedEmbedding, PackedLinear, RmsNorm, silu_mul
+from .recurrent import CpuDeltaNet, CpuMamba2, CpuShortConv
 from .repack import PackedMatrix, pack_dense, repack_panels
 
 
@@ -99,6 +100,18 @@ class CpuBackend:
         fallback = self._reference.attention(attn, rope)
         return PagedAttention(self._library, attn, rope, self._batch_args, fallback)
 
+    def delta_net(self, mixer: spec.DeltaNet, params: interface.DeltaNetParams) -> interface.DeltaNetFn:
+        """Convolution, delta rule, norm and gate as one C call."""
+        return CpuDeltaNet(self._library, mixer, params, self._reference.delta_net(mixer, params))
+
+    def mamba2(self, mixer: spec.Mamba2, params: interface.Mamba2Params) -> interface.Mamba2Fn:
+        """Convolution, state-space recurrence, gate and norm as one C call."""
+        return CpuMamba2(self._library, mixer, params, self._reference.mamba2(mixer, params))
+
+    def short_conv(self, mixer: spec.ShortConv, conv: Tensor, bias: Tensor | None) -> interface.ShortConvFn:
+        """The gated convolution as one C call."""
+        return CpuShortConv(self._library, mixer, conv, bias, self._reference.short_conv(mixer, conv, bias))
+
     def fused_linear(
         self,
         linears: Sequence[interface.LinearFn],
@@ -116,4 +129,4 @@ class CpuBackend:
     def _unsupported(self, *_: Any, **__: Any) -> Any:
         raise Unsupported("left to plain torch")
 
-    activation = moe = delta_net = mamba2 = short_conv = _unsupported
+    activation = moe = _unsupported

@@ -28,7 +28,7 @@ def _fields(ctype: Any, names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, ctype) for name in names.split())
 
 
-# The structs of csrc, field by field; matrix.h, linear.h, attn_common.h and decoder_layer.h describe them.
+# The structs of csrc, field by field, which its headers describe.
 
 
 class FactorTable(ctypes.Structure):
@@ -125,6 +125,40 @@ class BatchArgs(ctypes.Structure):
     )
 
 
+class RecurrentPass(ctypes.Structure):
+    """New tokens of some rows, and a layer's recurrent states."""
+
+    _fields_ = (*_fields(ctypes.c_void_p, "source targets conv matrix"), *_fields(ctypes.c_int32, "rows tokens"))
+
+
+class ConvWeights(ctypes.Structure):
+    """A causal convolution."""
+
+    _fields_ = (*_fields(ctypes.c_void_p, "weight bias"), *_fields(ctypes.c_int32, "kernel channels"))
+
+
+class DeltaNetWeights(ctypes.Structure):
+    """What a delta net has besides its matrices."""
+
+    _fields_ = (
+        ("conv", ConvWeights),
+        *_fields(ctypes.c_void_p, "neg_a dt_bias norm"),
+        *_fields(ctypes.c_float, "norm_eps beta_scale query_scale"),
+        *_fields(ctypes.c_int32, "key_heads value_heads key_dim value_dim channel_decay sigmoid_gate"),
+    )
+
+
+class Mamba2Weights(ctypes.Structure):
+    """What a Mamba 2 mixer has besides its matrices."""
+
+    _fields_ = (
+        ("conv", ConvWeights),
+        *_fields(ctypes.c_void_p, "conv_scale neg_a dt_bias d norm"),
+        *_fields(ctypes.c_float, "norm_eps z_scale dt_scale dt_min dt_max"),
+        *_fields(ctypes.c_int32, "heads head_dim groups state_dim norm_groups norm_before_gate"),
+    )
+
+
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
     FactorTable,
     GroupSpan,
@@ -137,6 +171,10 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     AttnArgs,
     LayerWeights,
     BatchArgs,
+    RecurrentPass,
+    ConvWeights,
+    DeltaNetWeights,
+    Mamba2Weights,
 )
 
 
@@ -165,6 +203,9 @@ class Library:
         self.rms_norm = _typed(loaded.exlm_rms_norm, p, p, p, f, i, i, p, p, i)
         self.silu_mul = _typed(loaded.exlm_silu_mul, p, p, p, n, i)
         self.rope = _typed(loaded.exlm_rope, p, p, p, i, i, p, i)
+        self.short_conv = _typed(loaded.exlm_short_conv, p, p, p, p, i)
+        self.delta_net = _allocating(loaded.exlm_delta_net, p, p, p, p, p, p, p, i)
+        self.mamba2 = _allocating(loaded.exlm_mamba2, p, p, p, p, i)
         self.linear = _allocating(loaded.exlm_linear, p, p, i, p, i)
         self.fused_linear = _allocating(loaded.exlm_fused_linear, p, p, p, i, p, p, p, i)
         self.attention = _allocating(loaded.exlm_attention, p, i64, i)

@@ -64,6 +64,8 @@ typedef struct {
     int per_chunk; /* in vectors of 16 */
 } SiluMul;
 
+INLINE f32x16 sigmoid16(f32x16 x) { return 1.0f / (exp16(-x) + 1.0f); }
+
 INLINE f32x16 silu16(f32x16 x) { return x / (exp16(-x) + 1.0f); }
 
 static void silu_mul_chunk(void *job, int chunk) {
