@@ -149,7 +149,7 @@ def looked_up_keys(config: Mapping[str, Any]) -> set[Keys]:
 def use_spec(model: spec.Model) -> None:
     """Do what loading does with a spec before it opens any weights."""
     assert sum(1 for _ in matrices(model)) < 4 * 10**6
-    for rope in {layer.attn.rope for layer in model.layers}:
+    for rope in {attn.rope for attn in model.attentions}:
         if rope is not None and rope.dim < MAX_ROTARY_DIM:
             frequencies(rope, model.max_positions)
 

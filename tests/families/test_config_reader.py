@@ -35,7 +35,7 @@ def test_a_plain_description_is_frozen_hashable_and_complete() -> None:
     model = llama()
     assert hash(model) == hash(llama())
     assert (len(model.layers), model.vocab, model.hidden, model.max_positions) == (4, 100, 64, 2048)
-    assert model.layers[0].attn.rope == spec.Rope(theta=10000.0, dim=8)
+    assert model.layers[0].mixer.rope == spec.Rope(theta=10000.0, dim=8)
 
 
 def test_an_unknown_architecture_lists_what_is_known() -> None:
@@ -183,15 +183,15 @@ def test_missing_keys_of_a_nested_config_are_filled_with_family_defaults() -> No
         "vision_config": {"model_type": "pixtral"},
         "text_config": {"hidden_size": 5120, "head_dim": 128, "sliding_window": None},
     }
-    attn = build_spec(ConfigReader(raw)).layers[0].attn
+    attn = build_spec(ConfigReader(raw)).layers[0].mixer
     assert (attn.heads, attn.kv_heads, attn.head_dim, attn.window) == (32, 8, 128, None)
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Cohere2"])
 def test_window_defaults_apply_when_the_file_names_none(name: str) -> None:
-    windows = [layer.attn.window for layer in llama(architectures=[f"{name}ForCausalLM"]).layers]
+    windows = [layer.mixer.window for layer in llama(architectures=[f"{name}ForCausalLM"]).layers]
     assert windows[0] == 4096
-    assert llama(architectures=[f"{name}ForCausalLM"], sliding_window=8).layers[0].attn.window == 8
+    assert llama(architectures=[f"{name}ForCausalLM"], sliding_window=8).layers[0].mixer.window == 8
 
 
 def test_gemma3_has_a_default_context_length() -> None:
@@ -209,7 +209,7 @@ def test_a_nested_llama_without_windows_is_filled_with_defaults() -> None:
         "text_config": {"model_type": "llama", "max_position_embeddings": 8192},
     }
     layer = build_spec(ConfigReader(raw)).layers[0]
-    assert (layer.attn.kv_heads, layer.attn.window, layer.mlp.width) == (32, None, 11008)
+    assert (layer.mixer.kv_heads, layer.mixer.window, layer.mlp.width) == (32, None, 11008)
 
 
 def test_another_vision_encoder_is_refused() -> None:
@@ -221,7 +221,7 @@ def test_another_vision_encoder_is_refused() -> None:
 
 def test_qwen3_differs_from_llama_in_one_field() -> None:
     qwen = build_spec(ConfigReader({**LLAMA, "architectures": ["Qwen3ForCausalLM"]}))
-    back = tuple(replace(layer, attn=replace(layer.attn, qk_norm=None)) for layer in qwen.layers)
+    back = tuple(replace(layer, mixer=replace(layer.mixer, qk_norm=None)) for layer in qwen.layers)
     assert replace(qwen, layers=back, architecture="LlamaForCausalLM") == llama()
 
 
@@ -229,6 +229,6 @@ def test_qwen3_differs_from_llama_in_one_field() -> None:
 def test_a_rope_scaling_written_beside_the_newer_table_counts(key: str) -> None:
     table = {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     yarn = {key: "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    rope = llama(rope_parameters=table, rope_scaling=yarn).layers[0].attn.rope
+    rope = llama(rope_parameters=table, rope_scaling=yarn).layers[0].mixer.rope
     assert rope == spec.Rope(theta=5e5, dim=4, scaling=spec.YarnScaling.with_defaults(4.0, 128))
     assert llama(rope_parameters=table, rope_scaling=None) == llama(rope_parameters=table)

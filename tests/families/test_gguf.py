@@ -221,7 +221,7 @@ def test_phi3s_factors_come_as_tensors() -> None:
         "phi3", rope__scaling__original_context_length=1024, rope__scaling__attn_factor=as_float32(magnitude)
     )
     factors = {"rope_factors_long.weight": long, "rope_factors_short.weight": short}
-    found = spec_of(values, factors=factors).layers[0].attn.rope
+    found = spec_of(values, factors=factors).layers[0].mixer.rope
     assert found is not None
     assert isinstance(found.scaling, spec.LongRopeScaling)
     assert (found.scaling.short_factors, found.scaling.long_factors) == (tuple(short), tuple(long))
@@ -231,7 +231,7 @@ def test_phi3s_factors_come_as_tensors() -> None:
 
 def test_llama3_factors_apply_at_any_length() -> None:
     factors = [1.0, 1.0, 1.3, 2.0, 4.0, 8.0, 8.0, 8.0]
-    found = spec_of(metadata("llama"), factors={"rope_freqs.weight": factors}).layers[0].attn.rope
+    found = spec_of(metadata("llama"), factors={"rope_freqs.weight": factors}).layers[0].mixer.rope
     assert found is not None
     assert found.scaling == spec.LongRopeScaling(tuple(factors), tuple(factors), 4096, attention_factor=1.0)
 
@@ -244,7 +244,7 @@ def test_llama3_factors_match_its_formula() -> None:
         smooth = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
         factors.append(as_float32(1 / ((1 - smooth) / factor + smooth)))
     assert {1.0, factor} < set(factors)
-    written = spec_of(metadata("llama"), factors={"rope_freqs.weight": factors}).layers[0].attn.rope
+    written = spec_of(metadata("llama"), factors={"rope_freqs.weight": factors}).layers[0].mixer.rope
     formula = spec.Rope(theta, dim, scaling=spec.Llama3Scaling(factor, low, high, original))
     assert written is not None
     actual, expected = frequencies(written, 4096), frequencies(formula, 4096)
@@ -262,7 +262,7 @@ def test_yarn_parameters() -> None:
         rope__scaling__yarn_beta_fast=64.0,
         rope__scaling__yarn_beta_slow=2.0,
     )
-    found = spec_of(values).layers[0].attn.rope
+    found = spec_of(values).layers[0].mixer.rope
     assert found is not None
     expected = spec.YarnScaling(
         16.0, 256, beta_fast=64.0, beta_slow=2.0, attention_factor=0.5 * spec.YarnScaling.mscale(16.0)
@@ -273,10 +273,10 @@ def test_yarn_parameters() -> None:
 def test_biases_follow_from_the_tensor_names() -> None:
     names = {"blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_down.bias"}
     layer = spec_of(metadata("llama"), tensors=names).layers[0]
-    assert layer.attn.qkv_bias
-    assert layer.attn.out_bias
+    assert layer.mixer.qkv_bias
+    assert layer.mixer.out_bias
     assert layer.mlp.bias  # type: ignore[union-attr]
-    assert not spec_of(metadata("llama"), tensors={"blk.0.attn_q.bias"}).layers[0].attn.qkv_bias
+    assert not spec_of(metadata("llama"), tensors={"blk.0.attn_q.bias"}).layers[0].mixer.qkv_bias
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.families.test_config_reader import llama
 
 
 def ropes(model: spec.Model) -> set[spec.Rope | None]:
-    return {layer.attn.rope for layer in model.layers}
+    return {layer.mixer.rope for layer in model.layers}
 
 
 def test_no_overrides_change_nothing() -> None:
@@ -45,12 +45,12 @@ def test_yarn_on_demand() -> None:
 def test_only_the_rope_of_full_attention_is_scaled() -> None:
     model = llama()
     local_rope = spec.Rope(theta=1.0, dim=8)
-    first = replace(model.layers[0], attn=replace(model.layers[0].attn, window=16, rope=local_rope))
+    first = replace(model.layers[0], mixer=replace(model.layers[0].mixer, window=16, rope=local_rope))
     model = replace(model, layers=(first, *model.layers[1:]))
-    assert primary_rope(model) == model.layers[1].attn.rope
+    assert primary_rope(model) == model.layers[1].mixer.rope
     changed = apply_overrides(model, Overrides(2048, scale_alpha=2.0))
-    assert changed.layers[0].attn.rope == local_rope
-    assert changed.layers[1].attn.rope != model.layers[1].attn.rope
+    assert changed.layers[0].mixer.rope == local_rope
+    assert changed.layers[1].mixer.rope != model.layers[1].mixer.rope
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 from exlm import Cache, Config, Model
-from exlm.families import FAMILIES
+from exlm.families import FAMILIES, ConfigReader, build_spec
+from tests.families.hostile import config_of
 from tests.models import zoo
-from tests.models.zoo_cases import CASES, Case
+from tests.models.zoo_cases import CASES, RECURRENT, Case
 
 TOKENS = 300
 VOCAB = 100
-MROPE_ARCHITECTURES = ["Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
+LONG = 2_000
+MROPE_ARCHITECTURES = [
+    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+]
+RECURRENT_CASES = [case for case in CASES if case.id in RECURRENT]
 
 
 def max_difference(got: Tensor, want: Tensor) -> float:
@@ -24,10 +30,10 @@ def max_difference(got: Tensor, want: Tensor) -> float:
     return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
 
 
-def load(folder: Path) -> Model:
+def load(folder: Path, length: int = TOKENS) -> Model:
     config = Config(folder)
     # Dynamic NTK: the oracle scales for the present tokens, exlm for the configured length; make them equal.
-    config.max_seq_len = TOKENS
+    config.max_seq_len = length
     model = Model(config)
     model.load()
     return model
@@ -44,11 +50,25 @@ def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
     want = oracle.logits(ids)
     model = load(oracle.folder)
     assert max_difference(model.forward(ids), want) < 1e-5
-    for chunk in (256, 7, 1):
+    for chunk in (256, 64, 7, 1):
         cache = Cache(model, max_seq_len=TOKENS)
         parts = [model.forward(ids[:, at : at + chunk], cache) for at in range(0, TOKENS, chunk)]
         assert max_difference(torch.cat(parts, 1), want) < 1e-5, f"chunks of {chunk}"
         assert cache.current_seq_len == TOKENS
+
+
+@pytest.mark.parametrize("case", RECURRENT_CASES, ids=lambda case: case.id)
+def test_long_prompts_through_recurrent_states(case: Case, tmp_path: Path) -> None:
+    oracle = zoo.build(case.architecture, tmp_path / "model", **case.overrides)
+    ids = torch.randint(0, VOCAB, (1, LONG))
+    model = load(oracle.folder, LONG)
+    assert model.config.spec.is_recurrent
+    assert max_difference(model.forward(ids), oracle.logits(ids)) < 1e-4
+
+
+def test_every_recurrent_family_has_a_long_prompt() -> None:
+    recurrent = {case.architecture for case in CASES if build_spec(ConfigReader(config_of(case))).is_recurrent}
+    assert {case.architecture for case in RECURRENT_CASES} == recurrent
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -96,6 +116,28 @@ OMITTED_KEYS = [
     ("CohereForCausalLM", "rope_parameters"),
     ("Cohere2ForCausalLM", "rope_parameters"),
     ("Cohere2ForCausalLM", "sliding_window"),
+    ("Qwen3NextForCausalLM", "norm_topk_prob"),
+    ("Qwen3NextForCausalLM", "layer_types"),
+    ("Qwen3_5ForCausalLM", "rope_parameters"),
+    ("Qwen3_5MoeForCausalLM", "rms_norm_eps"),
+    ("NemotronHForCausalLM", "time_step_min"),
+    ("NemotronHForCausalLM", "layer_norm_epsilon"),
+    ("NemotronHForCausalLM", "norm_topk_prob"),
+    ("GraniteMoeHybridForCausalLM", "time_step_limit"),
+    ("GraniteMoeHybridForCausalLM", "rms_norm_eps"),
+    ("GraniteMoeHybridForCausalLM", "mamba_d_head"),
+    ("FalconH1ForCausalLM", "mlp_multipliers"),
+    ("FalconH1ForCausalLM", "mamba_norm_before_gate"),
+    ("FalconH1ForCausalLM", "rms_norm_eps"),
+    ("BambaForCausalLM", "rms_norm_eps"),
+    ("BambaForCausalLM", "rope_parameters"),
+    ("Lfm2ForCausalLM", "rope_parameters"),
+    ("Lfm2ForCausalLM", "norm_eps"),
+    ("Lfm2MoeForCausalLM", "routed_scaling_factor"),
+    ("KimiLinearForCausalLM", "rms_norm_eps"),
+    ("KimiLinearForCausalLM", "mlp_layer_types"),
+    ("OlmoHybridForCausalLM", "linear_allow_neg_eigval"),
+    ("OlmoHybridForCausalLM", "layer_types"),
 ]
 
 

@@ -62,7 +62,7 @@ class Oracle:
         """Logits of ids (B, T) at positions (3, B, T): time, height, width. Only for Qwen's vision models."""
         if positions.shape != (3, *ids.shape):
             raise ValueError(f"positions must have shape {(3, *ids.shape)}, found {tuple(positions.shape)}")
-        if "Qwen2" not in self.architecture or "VL" not in self.architecture:
+        if not any(name in self.architecture for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3_5")):
             raise ValueError(f"{self.architecture} does not turn in three planes")
         return self._forward(ids, positions)
 

@@ -24,6 +24,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 GLOBAL_LINEAR = {"full_attention": LINEAR}
+INTERVAL = ["linear_attention", "full_attention"] * 2
 GEMMA3_DEFAULT_ROPE = {
     "full_attention": {"rope_theta": 1000000.0},
     "sliding_attention": {"rope_theta": 10000.0},
@@ -156,5 +157,47 @@ CASES: list[Case] = [
         no_rope_layers=[1, 0, 1, 0],
     ),
     _case("olmo2", "Olmo2ForCausalLM"),
+    _case("qwen3-next", "Qwen3NextForCausalLM"),
+    _case("qwen3-next-native", "Qwen3NextForCausalLM", layout="native"),
+    _case("qwen3-next-mixed", "Qwen3NextForCausalLM", mlp_only_layers=[1], norm_topk_prob=False),
+    _case("qwen3-next-interval", "Qwen3NextForCausalLM", layer_types=INTERVAL, decoder_sparse_step=2),
+    _case("qwen3.5", "Qwen3_5ForCausalLM"),
+    _case("qwen3.5-shared-keys", "Qwen3_5ForCausalLM", linear_num_value_heads=2, tie_word_embeddings=True),
+    _case("qwen3.5-biased", "Qwen3_5ForCausalLM", attention_bias=True),
+    _case("qwen3.5-moe", "Qwen3_5MoeForCausalLM"),
+    _case("qwen3.5-moe-native", "Qwen3_5MoeForCausalLM", layout="native"),
+    _case("qwen3.5-vl", "Qwen3_5ForConditionalGeneration"),
+    _case("qwen3.5-vl-native", "Qwen3_5ForConditionalGeneration", layout="native"),
+    _case("qwen3.5-vl-moe", "Qwen3_5MoeForConditionalGeneration"),
+    _case("nemotron-h", "NemotronHForCausalLM"),
+    _case("nemotron-h-native", "NemotronHForCausalLM", layout="native"),
+    _case("nemotron-h-latent", "NemotronHForCausalLM", moe_latent_size=32, norm_topk_prob=False, n_group=1),
+    _case("nemotron-h-biased", "NemotronHForCausalLM", use_bias=True, mlp_bias=True, use_conv_bias=False),
+    _case("granite-hybrid", "GraniteMoeHybridForCausalLM"),
+    _case("granite-hybrid-native", "GraniteMoeHybridForCausalLM", layout="native"),
+    _case("granite-hybrid-rope", "GraniteMoeHybridForCausalLM", position_embedding_type="rope"),
+    _case("granite-hybrid-dense", "GraniteMoeHybridForCausalLM", num_local_experts=0, mamba_proj_bias=True),
+    _case("falcon-h1", "FalconH1ForCausalLM"),
+    _case("falcon-h1-norm-first", "FalconH1ForCausalLM", mamba_norm_before_gate=True, mamba_proj_bias=True),
+    _case("falcon-h1-gated", "FalconH1ForCausalLM", mamba_rms_norm=False, projectors_bias=True, mlp_bias=True),
+    _case("bamba", "BambaForCausalLM"),
+    _case("bamba-biased", "BambaForCausalLM", attention_bias=True, mlp_bias=True, mamba_conv_bias=False),
+    _case("lfm2", "Lfm2ForCausalLM"),
+    _case("lfm2-biased", "Lfm2ForCausalLM", conv_bias=True, block_auto_adjust_ff_dim=False),
+    _case("lfm2-moe", "Lfm2MoeForCausalLM"),
+    _case("lfm2-moe-native", "Lfm2MoeForCausalLM", layout="native"),
+    _case("lfm2-moe-unbiased", "Lfm2MoeForCausalLM", use_expert_bias=False, norm_topk_prob=False),
+    _case("kimi-linear", "KimiLinearForCausalLM"),
+    _case("kimi-linear-native", "KimiLinearForCausalLM", layout="native"),
+    _case("kimi-linear-low-rank-q", "KimiLinearForCausalLM", q_lora_rank=20, n_group=1),
+    _case("olmo-hybrid", "OlmoHybridForCausalLM"),
+    _case("olmo-hybrid-nope", "OlmoHybridForCausalLM", rope_parameters=None, linear_allow_neg_eigval=False),
+    _case("olmo-hybrid-native", "OlmoHybridForCausalLM", layout="native"),
 ]
 """Every model of the zoo, by family."""
+
+RECURRENT = (
+    *("qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "qwen3.5-vl-moe", "nemotron-h", "granite-hybrid"),
+    *("falcon-h1", "bamba", "lfm2", "lfm2-moe", "kimi-linear", "olmo-hybrid"),
+)
+"""One model of each family with recurrent states."""

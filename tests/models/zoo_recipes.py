@@ -107,6 +107,19 @@ def _nested_siglip(tensors: Tensors) -> Tensors:
     return {key.replace("vision_tower.", "vision_tower.vision_model.", 1): t for key, t in tensors.items()}
 
 
+def _cut_convolutions(tensors: Tensors) -> Tensors:
+    """OLMo-Hybrid's three convolutions with their own widths; transformers cuts theirs into three equal parts."""
+    result = dict(tensors)
+    for key in tensors:
+        if key.endswith(".q_conv1d.weight"):
+            layer = key.removesuffix("q_conv1d.weight")
+            parts = [f"{layer}{part}_conv1d.weight" for part in "qkv"]
+            widths = [len(tensors[f"{layer}{part}_proj.weight"]) for part in "qkv"]
+            whole = torch.cat([tensors[part] for part in parts])
+            result.update(zip(parts, whole.split(widths), strict=True))
+    return result
+
+
 IMAGE_IDS: Config = {"image_token_id": 120, "video_token_id": 121}
 SPAN_IDS: Config = {"vision_start_token_id": 122, "vision_end_token_id": 123}
 PIXTRAL: Config = {
@@ -175,7 +188,175 @@ DBRX: Config = {
     "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
 }
 
+QWEN_HYBRID: Config = {
+    **LLAMA,
+    **WIDE,
+    "rope_parameters": {"rope_theta": THETA, "rope_type": "default", "partial_rotary_factor": 0.5},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 3,
+}
+QWEN_EXPERTS: Config = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+QWEN35_ROPE: Config = {"rope_parameters": {**QWEN_HYBRID["rope_parameters"], "mrope_section": [3, 3, 2]}}
+QWEN35_TOP: Config = {
+    "vision_config": {
+        **QWEN_VISION,
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "num_position_embeddings": 16,
+    },
+    **IMAGE_IDS,
+    **SPAN_IDS,
+    "tie_word_embeddings": False,
+}
+NEMOTRON_H: Config = {
+    **{key: value for key, value in SIZES.items() if key != "num_hidden_layers"},
+    **WIDE,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"],
+    "layer_norm_epsilon": EPS,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "conv_kernel": 4,
+    "time_step_min": 0.3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+    "n_group": 2,
+    "topk_group": 1,
+    "tie_word_embeddings": False,
+}
+WIDE_MAMBA: Config = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "time_step_limit": [0.1, 0.9],
+}
+HYBRID_TYPES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+CONV_TYPES = ["conv", "full_attention", "conv", "full_attention"]
+LFM2: Config = {
+    **{key: value for key, value in SIZES.items() if key != "pad_token_id"},
+    **ROPE,
+    "norm_eps": EPS,
+    "layer_types": CONV_TYPES,
+    "conv_L_cache": 3,
+    "tie_word_embeddings": True,
+}
+
 RECIPES: dict[str, Recipe] = {
+    "Qwen3NextForCausalLM": Recipe("Qwen3NextConfig", {**QWEN_HYBRID, **QWEN_EXPERTS}, active=2),
+    "Qwen3_5ForCausalLM": Recipe("Qwen3_5TextConfig", QWEN_HYBRID),
+    "Qwen3_5MoeForCausalLM": Recipe("Qwen3_5MoeTextConfig", {**QWEN_HYBRID, **QWEN_EXPERTS}, active=2),
+    "Qwen3_5ForConditionalGeneration": Recipe(
+        "Qwen3_5Config", {"text_config": {**QWEN_HYBRID, **QWEN35_ROPE}, **QWEN35_TOP}, sub_config="text_config"
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Recipe(
+        "Qwen3_5MoeConfig",
+        {"text_config": {**QWEN_HYBRID, **QWEN_EXPERTS, **QWEN35_ROPE}, **QWEN35_TOP},
+        active=2,
+        sub_config="text_config",
+    ),
+    "NemotronHForCausalLM": Recipe("NemotronHConfig", NEMOTRON_H, active=2),
+    "GraniteMoeHybridForCausalLM": Recipe(
+        "GraniteMoeHybridConfig",
+        {
+            **GRANITE,
+            **WIDE_MAMBA,
+            "layer_types": HYBRID_TYPES,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+        },
+        embedding=0.2,
+        active=2,
+    ),
+    "FalconH1ForCausalLM": Recipe(
+        "FalconH1Config",
+        {
+            **LLAMA,
+            **WIDE_MAMBA,
+            "mamba_d_ssm": 128,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "lm_head_multiplier": 0.6,
+            "embedding_multiplier": 3.0,
+            "mlp_multipliers": [0.7, 1.3],
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.9,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.75,
+        },
+        embedding=0.2,
+    ),
+    "BambaForCausalLM": Recipe("BambaConfig", {**LLAMA, **WIDE_MAMBA, "attn_layer_indices": [1]}),
+    "Lfm2ForCausalLM": Recipe(
+        "Lfm2Config", {**LFM2, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.2}, embedding=0.15
+    ),
+    "Lfm2MoeForCausalLM": Recipe(
+        "Lfm2MoeConfig",
+        {
+            **LFM2,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.4,
+        },
+        embedding=0.15,
+        active=2,
+    ),
+    "KimiLinearForCausalLM": Recipe(
+        "KimiLinearConfig",
+        {
+            **SIZES,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": EPS,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "linear_num_heads": 3,
+            "linear_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 1.6,
+        },
+        active=2,
+    ),
+    "OlmoHybridForCausalLM": Recipe(
+        "OlmoHybridConfig",
+        {
+            **LLAMA,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 4,
+        },
+        rename_tensors=_cut_convolutions,
+    ),
     "LlamaForCausalLM": Recipe("LlamaConfig", {**LLAMA, **WIDE}),
     "MistralForCausalLM": Recipe("MistralConfig", {**LLAMA, **WIDE, "sliding_window": WINDOW}),
     "GraniteForCausalLM": Recipe("GraniteConfig", GRANITE, embedding=0.2),

@@ -30,6 +30,9 @@ TIED = {
 }
 """Families with a tied head by default: their old files do not have the key."""
 
+LISTED_LAYERS = {"GraniteMoeHybridForCausalLM", "Lfm2MoeForCausalLM", "OlmoHybridForCausalLM"}
+"""Families whose old files list the layers' kinds."""
+
 UNUSED_WINDOW = 40
 """Old Qwen files give a window and disable it."""
 
@@ -66,7 +69,8 @@ def old_spelling(config: Config) -> Config:
     if architecture in FAMILIES:
         FAMILIES[architecture](text, result)
     _rope(text)
-    text.pop("layer_types", None)
+    if architecture not in LISTED_LAYERS:
+        text.pop("layer_types", None)
     if text.get("head_dim") and text["head_dim"] * text["num_attention_heads"] == text["hidden_size"]:
         del text["head_dim"]
     if architecture in TIED and result.get("tie_word_embeddings") is True:
@@ -180,7 +184,73 @@ def _llava(text: Config, top: Config) -> None:
     top["vision_config"].pop("rope_scaling")
 
 
+def _full_attention(text: Config) -> list[int]:
+    return [i for i, kind in enumerate(text["layer_types"]) if kind == "full_attention"]
+
+
+def _qwen_hybrid(text: Config, _: Config) -> None:
+    text["full_attention_interval"] = _full_attention(text)[0] + 1
+    if "mrope_section" in text["rope_parameters"]:
+        table = text.pop("rope_parameters")
+        text["rope_theta"], text["partial_rotary_factor"] = table.pop("rope_theta"), table.pop("partial_rotary_factor")
+        text["rope_scaling"] = {**table, "mrope_interleaved": True}
+
+
+def _nemotron_h(text: Config, _: Config) -> None:
+    kinds = text.pop("layers_block_type")
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+    text["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
+    text["num_hidden_layers"] = len(kinds)
+
+
+def _granite_hybrid(text: Config, _: Config) -> None:
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    text["layer_types"] = [names[kind] for kind in text["layer_types"]]
+    if text["position_embedding_type"] is None:
+        text["position_embedding_type"] = "nope"
+
+
+def _lfm2(text: Config, _: Config) -> None:
+    text["full_attn_idxs"] = _full_attention(text)
+    text["block_ff_dim"] = text.pop("intermediate_size")
+    text["tie_embedding"] = text.pop("tie_word_embeddings")
+
+
+def _kimi_linear(text: Config, _: Config) -> None:
+    """The names of the published files, and the numbers of layers from 1."""
+    full, dense = _full_attention(text), text.pop("mlp_layer_types").count("dense")
+    text["linear_attn_config"] = {
+        "full_attn_layers": [i + 1 for i in full],
+        "kda_layers": [i + 1 for i in range(text["num_hidden_layers"]) if i not in full],
+        "head_dim": text.pop("linear_head_dim"),
+        "num_heads": text.pop("linear_num_heads"),
+        "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"),
+    }
+    text["first_k_dense_replace"] = dense
+    for new, old in KIMI_KEYS.items():
+        if new in text:
+            text[old] = text.pop(new)
+
+
+KIMI_KEYS = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+
 FAMILIES: dict[str, Callable[[Config, Config], None]] = {
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
+    "KimiLinearForCausalLM": _kimi_linear,
+    "Lfm2ForCausalLM": _lfm2,
+    "NemotronHForCausalLM": _nemotron_h,
+    "Qwen3NextForCausalLM": _qwen_hybrid,
+    "Qwen3_5ForCausalLM": _qwen_hybrid,
+    "Qwen3_5ForConditionalGeneration": _qwen_hybrid,
+    "Qwen3_5MoeForCausalLM": _qwen_hybrid,
+    "Qwen3_5MoeForConditionalGeneration": _qwen_hybrid,
     "Cohere2ForCausalLM": _cohere2,
     "DbrxForCausalLM": _dbrx,
     "GPTBigCodeForCausalLM": _bigcode,

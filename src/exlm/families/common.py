@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from .. import spec
 from ..spec.model import Activation
 from ..spec.tensor_names import LAYER_PREFIX, LLAMA_LOCATIONS, KeyRename, RowRange, TensorLocation
-from .config_reader import MAX_HEAD_DIM, MAX_SIZE, ConfigReader
+from .config_reader import MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE, MAX_STATE, ConfigReader
 from .rope import max_positions, rope
+
+Recurrent = TypeVar("Recurrent", spec.DeltaNet, spec.Mamba2)
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -113,6 +116,17 @@ def moe(c: ConfigReader, **changes: Any) -> spec.Moe:
     return spec.Moe(**fields)
 
 
+def expert_groups(c: ConfigReader, experts: int, active: int) -> dict[str, int]:
+    """The groups that experts are selected in, as fields of `spec.Moe`."""
+    groups = c.size("n_group", "num_expert_group", default=1)
+    chosen = c.size("topk_group", default=1)
+    if experts % groups or chosen > groups:
+        raise c.inconsistent(f"{experts} experts cannot form {groups} equal groups of which {chosen} are selected")
+    if active > experts // groups * chosen:
+        raise c.inconsistent(f"{active} experts for each token but {chosen} of {groups} groups hold fewer")
+    return {"routing_groups": groups, "active_groups": chosen}
+
+
 def layer_windows(c: ConfigReader, depth: int, is_windowed: Callable[[int], bool]) -> list[int | None]:
     """The sliding window of each layer: by `layer_types` if the file has it, else by `is_windowed(layer)`."""
     size = c.integer("sliding_window", "sliding_window_size", default=None)
@@ -143,6 +157,47 @@ def qwen_layer_windows(c: ConfigReader, depth: int) -> list[int | None]:
     return layer_windows(c, depth, lambda i: i >= first)
 
 
+def required_value(c: ConfigReader, key: str, value: str | int) -> None:
+    """Raise unless a key is absent or has the one value that is supported."""
+    found = c.get(key)
+    if found is not None and found != value:
+        raise c.invalid_value(key, f"{value!r}, the only one known for this architecture", found)
+
+
+def layer_kinds(c: ConfigReader, depth: int, kinds: Mapping[str, str], *keys: str) -> list[str] | None:
+    """The kind of each layer, from a list of names under one of these keys; None if the file has none.
+
+    `kinds` maps the names that files use to the kinds they mean.
+    """
+    key, found = c.find(*keys)
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(name, str) and name in kinds for name in found):
+        odd = [name for name in found if name not in list(kinds)] if isinstance(found, list) else found
+        raise c.invalid_value(key, f"a list of names, each one of {', '.join(kinds)}", odd)
+    if len(found) != depth:
+        raise c.inconsistent(f"{key} names {len(found)} layers and the model has {depth}")
+    return [kinds[name] for name in found]
+
+
+def layer_numbers(c: ConfigReader, key: str, depth: int, *, first: int = 0) -> set[int]:
+    """The layers that a list under a key names, counted from 0; the file counts from `first`."""
+    found = c.get(key)
+    if found is None:
+        return set()
+    if not isinstance(found, list) or not all(type(n) is int and first <= n < first + depth for n in found):
+        raise c.invalid_value(key, f"a list of layers from {first} to {first + depth - 1}", found)
+    return {n - first for n in found}
+
+
+def limited_state(c: ConfigReader, mixer: Recurrent) -> Recurrent:
+    """The mixer, if its recurrent state is small enough to allocate."""
+    size = math.prod(mixer.state.matrix or ())
+    if size > MAX_STATE:
+        raise c.inconsistent(f"the recurrent state of a layer has {size} numbers; expected at most {MAX_STATE}")
+    return mixer
+
+
 def map_layers(model: spec.Model, change: Callable[[int, spec.Layer], spec.Layer]) -> spec.Model:
     """The model with every layer changed."""
     return replace(model, layers=tuple(change(i, layer) for i, layer in enumerate(model.layers)))
@@ -166,6 +221,7 @@ def decoder(c: ConfigReader, layers: Iterable[spec.Layer], **changes: Any) -> sp
         "layers": tuple(layers),
         "max_positions": max_positions(c),
         "embed": spec.Embed(scale=scale),
+        "draft_layers": num_draft_layers(c),
         "head": spec.Head(
             tied=c.top_level_flag("tie_word_embeddings", default=tied),
             scale=logit_scale,
@@ -174,6 +230,15 @@ def decoder(c: ConfigReader, layers: Iterable[spec.Layer], **changes: Any) -> sp
         ),
     }
     return spec.Model(**(fields | changes))
+
+
+def num_draft_layers(c: ConfigReader) -> int:
+    """Layers for multi-token prediction, stored after the model's own."""
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    count: int = c.integer(*keys, default=0)
+    if not 0 <= count <= MAX_LAYERS:
+        raise c.invalid_value(c.find(*keys)[0], f"a number of layers from 0 to {MAX_LAYERS}", count)
+    return count
 
 
 def fused_qkv(attn: spec.Attention, key: str, *, transposed: bool = False) -> dict[str, tuple[TensorLocation, ...]]:
@@ -214,12 +279,13 @@ def _separate_or_fused(
 
 
 def stacked_experts(
-    separate: Mapping[str, TensorLocation], width: int, hidden: int
+    separate: Mapping[str, TensorLocation], width: int, hidden: int, prefix: str = "mlp."
 ) -> dict[str, tuple[TensorLocation, ...]]:
     """Locations of router and experts: separate, or stacked in two tensors a layer (transformers 5)."""
-    gate_up_key, down_key = LAYER_PREFIX + "mlp.experts.gate_up_proj", LAYER_PREFIX + "mlp.experts.down_proj"
+    prefix = LAYER_PREFIX + prefix
+    gate_up_key, down_key = prefix + "experts.gate_up_proj", prefix + "experts.down_proj"
     stacked = {
-        "mlp__router": TensorLocation(LAYER_PREFIX + "mlp.gate"),
+        "mlp__router": TensorLocation(prefix + "gate"),
         "mlp__experts__gate": TensorLocation(
             gate_up_key, rows=((0, width),), rows_per_expert=2 * width, without_suffix=True
         ),

@@ -25,11 +25,25 @@ MAX_TOTAL_EXPERTS = 2**17
 MAX_VOCAB = 2**22
 """Rows of the embedding. Lookup tables of the tokenizer have an entry for each; 2**18 is common."""
 
+MAX_CONV_KERNEL = 256
+"""Of a causal convolution, which is summed tap by tap; published models have 3 or 4."""
+
+MAX_STATE = 2**26
+"""Numbers of one layer's recurrent state; published models have up to 2**20."""
+
 SIZE_LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("num_attention_heads", "n_heads", "n_head"), MAX_HEADS),
     **dict.fromkeys(("num_key_value_heads", "attn_config.kv_n_heads"), MAX_HEADS),
-    "head_dim": MAX_HEAD_DIM,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), MAX_HEADS),
+    **dict.fromkeys(("mamba_num_heads", "mamba_n_heads", "linear_attn_config.num_heads"), MAX_HEADS),
+    **dict.fromkeys(("head_dim", "attention_head_dim", "mamba_head_dim", "mamba_d_head"), MAX_HEAD_DIM),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), MAX_HEAD_DIM),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), MAX_HEAD_DIM),
+    "linear_attn_config.head_dim": MAX_HEAD_DIM,
+    **dict.fromkeys(("linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv", "conv_L_cache"), MAX_CONV_KERNEL),
+    "linear_attn_config.short_conv_kernel_size": MAX_CONV_KERNEL,
     **dict.fromkeys(("num_local_experts", "num_experts", "ffn_config.moe_num_experts"), MAX_EXPERTS),
+    "n_routed_experts": MAX_EXPERTS,
     "vocab_size": MAX_VOCAB,
 }
 """Limits of sizes by which lists or memory grow before any weight confirms them."""

@@ -140,6 +140,11 @@ def _rotate_gptj(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _mrope_axes(rope: spec.Rope) -> Tensor:
     """(dim / 2,) the M-RoPE axis of each frequency."""
     sections = rope.mrope_sections or (rope.dim // 2,)
+    if rope.mrope_interleaved and len(sections) > 1:
+        axes = torch.zeros(rope.dim // 2, dtype=torch.int64)
+        for plane, count in enumerate(sections[1:], 1):
+            axes[plane : count * len(sections) : len(sections)] = plane
+        return axes
     return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
 
 

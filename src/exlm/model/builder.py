@@ -48,6 +48,7 @@ from ..nn import (
     Head,
     InOutMixer,
     LatentAttention,
+    LatentMoeMlp,
     LatentQkv,
     Linear,
     LowRankLinear,
@@ -60,6 +61,7 @@ from ..nn import (
     PerHeadNorm,
     PlainMlp,
     QkvProjection,
+    ScaledGatedMlp,
     SharedExpertMlp,
 )
 from ..nn.attention import Projection, Qkv, no_qk_norm
@@ -283,6 +285,8 @@ class Builder:
             raise Unsupported("a residual stream that is wider or scaled")
         if attn_norm is None or mlp_norm is None or layer.mlp is None or layer.attn_post or layer.mlp_post:
             raise Unsupported("norms in other places")
+        if isinstance(layer.mlp, spec.Mlp) and layer.mlp.scaled:
+            raise Unsupported("an MLP with scales")
         prologues = (
             self.norm_prologue(prefix + "attn_norm", attn_norm),
             self.norm_prologue(prefix + "mlp_norm", mlp_norm),
@@ -360,7 +364,7 @@ class Builder:
         widths = {"q": mixer.key_width, "k": mixer.key_width, "v": mixer.value_width}
         params = DeltaNetParams(
             conv=self.conv_weight(role, widths, mixer.conv_kernel),
-            a_log=self.parameter(role + "a_log", (mixer.value_heads,)),
+            a_log=self.parameter(role + "a_log", ((mixer.value_heads,), (1, 1, mixer.value_heads, 1))).flatten(),
             dt_bias=self.parameter(role + "dt_bias", (mixer.decay_width,)),
             norm=self.parameter(role + "norm", (mixer.value_dim,)),
         )
@@ -442,7 +446,10 @@ class Builder:
             act = backends.bind(name, mlp.act, lambda backend: backend.activation(mlp.act))
             return PlainMlp(act, up, down)
         gated_act = backends.bind(name, mlp.act, lambda backend: backend.gated(mlp.act))
-        return GatedMlp(gated_act, self.linear(role + "gate"), up, down)
+        gate = self.linear(role + "gate")
+        if mlp.scaled:
+            return ScaledGatedMlp(gated_act, gate, up, down, mlp.gate_scale, mlp.out_scale)
+        return GatedMlp(gated_act, gate, up, down)
 
     def experts(self, prefix: str, moe: spec.Moe) -> MoeMlp | SharedExpertMlp:
         """The router, the experts and the shared expert."""
@@ -461,7 +468,12 @@ class Builder:
         )
         gate_or_none: Sequence[Linear | None] = gates or [None] * moe.experts
         experts = Experts(kernel, [Expert(*three) for three in zip(gate_or_none, ups, downs, strict=True)])
-        routed = MoeMlp(self.linear(prefix + "mlp.router"), experts)
+        router = self.linear(prefix + "mlp.router")
+        if moe.latent is None:
+            routed = MoeMlp(router, experts)
+        else:
+            down_up = (self.linear(prefix + f"mlp.latent_{part}") for part in ("down", "up"))
+            routed = LatentMoeMlp(router, experts, *down_up)
         if moe.shared is None:
             return routed
         shared_gate = self.linear(prefix + "mlp.shared_gate") if moe.shared_gated else None

@@ -210,11 +210,14 @@ def model_dtype(config: FrozenConfig, device_infos: Sequence[DeviceInfo]) -> tor
 
 
 def warn_about_unused_layers(config: FrozenConfig, source: WeightSource) -> None:
-    """Warn if the files have more layers than config.json: it may belong to another model."""
+    """Warn if the files have more layers than config.json: it may belong to another model.
+
+    Layers for multi-token prediction that config.json counts are expected, and left out silently.
+    """
     num_layers = len(config.spec.layers)
     matches = map(STORED_LAYER.match, map(config.spec.names.to_llama_key, source.unused()))
     num_stored = max((int(match[1]) + 1 for match in matches if match is not None), default=0)
-    if num_stored > num_layers:
+    if num_stored > num_layers + config.spec.draft_layers:
         log.warning(
             "%s describes %d layers, and the files hold %d: the last %d are left out. If that is wrong, "
             "take config.json from the model's own page.",

@@ -20,7 +20,7 @@ from .attention import (
 from .batch import Batch, LoraRef, VectorSpan
 from .block import Block, MixerBlock, MlpBlock, ParallelBlock
 from .linear import Embedding, Head, Linear
-from .mlp import Expert, Experts, GatedMlp, MoeMlp, PlainMlp, SharedExpertMlp
+from .mlp import Expert, Experts, GatedMlp, LatentMoeMlp, MoeMlp, PlainMlp, ScaledGatedMlp, SharedExpertMlp
 from .recurrent import DeltaNet, InOutMixer, LowRankLinear, ParallelMixers
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Head",
     "InOutMixer",
     "LatentAttention",
+    "LatentMoeMlp",
     "LatentQkv",
     "Linear",
     "LoraRef",
@@ -51,6 +52,7 @@ __all__ = [
     "PerHeadNorm",
     "PlainMlp",
     "QkvProjection",
+    "ScaledGatedMlp",
     "SharedExpertMlp",
     "VectorSpan",
 ]

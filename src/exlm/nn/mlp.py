@@ -33,6 +33,21 @@ class GatedMlp:
         return self.down.forward(hidden, batch)
 
 
+class ScaledGatedMlp(GatedMlp):
+    """out_scale · down(act(gate_scale · gate) · up)."""
+
+    def __init__(
+        self, act: GatedActivationFn, gate: Linear, up: Linear, down: Linear, gate_scale: float, out_scale: float
+    ) -> None:
+        super().__init__(act, gate, up, down)
+        self.gate_scale, self.out_scale = gate_scale, out_scale
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(rows, tokens, hidden) → the same shape."""
+        hidden = self.act(self.gate.forward(x, batch) * self.gate_scale, self.up.forward(x, batch))
+        return self.down.forward(hidden, batch) * self.out_scale
+
+
 class PlainMlp:
     """down(act(up))."""
 
@@ -75,6 +90,19 @@ class MoeMlp:
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
         return self.experts.forward(x, self.router.forward(x, batch), batch)
+
+
+class LatentMoeMlp(MoeMlp):
+    """A router that reads hidden states, and experts that read and write a narrower latent."""
+
+    def __init__(self, router: Linear, experts: Experts, latent_down: Linear, latent_up: Linear) -> None:
+        super().__init__(router, experts)
+        self.latent_down, self.latent_up = latent_down, latent_up
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(rows, tokens, hidden) → the same shape."""
+        latent = self.latent_down.forward(x, batch)
+        return self.latent_up.forward(self.experts.forward(latent, self.router.forward(x, batch), batch), batch)
 
 
 class SharedExpertMlp:

@@ -201,7 +201,8 @@ class Mamba2:
     norm_groups: int = 1
     norm_before_gate: bool = False
     conv_bias: bool = True
-    bias: bool = False
+    bias: bool = False  # of the projection in
+    out_bias: bool = False  # of the projection out
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     in_scale: float = 1.0  # on the input of the projection
     part_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # on z, x, B, C, dt
@@ -224,7 +225,7 @@ class Mamba2:
     def matrices(self, hidden: int) -> Iterator[Matrix]:
         """Its matrices in the order of use, roles relative to the layer."""
         yield Matrix("mamba.in", hidden, self.width + self.conv_channels + self.heads, self.bias)
-        yield Matrix("mamba.out", self.width, hidden, self.bias)
+        yield Matrix("mamba.out", self.width, hidden, self.out_bias)
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,13 @@ class Mlp:
     act: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    gate_scale: float = 1.0  # on gate, before the activation (Falcon-H1)
+    out_scale: float = 1.0  # on the output
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a scale is not one."""
+        return (self.gate_scale, self.out_scale) != (1.0, 1.0)
 
     def matrices(self, hidden: int, prefix: str = "mlp.") -> Iterator[Matrix]:
         """Its matrices in the order of use, roles relative to the layer."""
@@ -304,12 +312,18 @@ class Moe:
     weight_scale: float = 1.0  # on the weights of the active experts, after they are renormalised
     shared: Mlp | None = None  # runs for every token beside the experts
     shared_gated: bool = False  # the shared expert's output is multiplied by sigmoid of a gate, one number a token
+    latent: int | None = None  # the experts read and write a latent of this width (Nemotron 3); None: hidden states
+    latent_bias: bool = False  # of the projections to the latent and back
 
     def matrices(self, hidden: int) -> Iterator[Matrix]:
         """The router, then each expert's matrices in the order of use; roles relative to the layer."""
         yield Matrix("mlp.router", hidden, self.experts)
+        if self.latent is not None:
+            yield Matrix("mlp.latent_down", hidden, self.latent, self.latent_bias)
         for e in range(self.experts):
-            yield from Mlp(self.width, gated=self.gated).matrices(hidden, f"mlp.experts.{e}.")
+            yield from Mlp(self.width, gated=self.gated).matrices(self.latent or hidden, f"mlp.experts.{e}.")
+        if self.latent is not None:
+            yield Matrix("mlp.latent_up", self.latent, hidden, self.latent_bias)
         if self.shared is not None:
             yield from self.shared.matrices(hidden, "mlp.shared.")
         if self.shared_gated:
@@ -401,6 +415,7 @@ class Model:
     names: TensorNames = field(default_factory=TensorNames)
     fp32_residual: bool = False  # keep the residual stream in float32 under 16-bit compute
     requires_bos: bool = False  # a prompt without BOS gives nonsense
+    draft_layers: int = 0  # layers for multi-token prediction that the files hold after these; they are not loaded
 
     @property
     def attentions(self) -> list[Attention]:

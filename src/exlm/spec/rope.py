@@ -91,3 +91,6 @@ class Rope:
     linear_factor: float = 1.0  # the user's linear factor on positions; replaces the file's linear scaling
     # M-RoPE: frequencies for each position plane (time, height, width); () means one plane.
     mrope_sections: tuple[int, ...] = ()
+    # The planes take turns (time, height, width, time, …) as far as their sections reach, the rest is time (Qwen3.5);
+    # else each section is one run of frequencies.
+    mrope_interleaved: bool = False
