@@ -181,7 +181,7 @@ def test_adapters_can_be_loaded_and_unloaded(tmp_path: Path) -> None:
     model = load(zoo.build("MixtralForCausalLM", tmp_path / "model").folder)
     decoder = model._require_loaded().decoder
     mlp: Any = decoder.blocks[0].mlp
-    kinds = {type(decoder.head.linear), type(mlp.experts), type(decoder.blocks[0].attn.o)}
+    kinds = {type(decoder.head.linear), type(mlp.experts), type(decoder.blocks[0].mixer.o)}
     shapes = peft.matrix_shapes(tmp_path / "model")
     one = Lora.from_directory(model, peft.write_adapter(tmp_path / "a", shapes).folder)
     two = Lora.from_directory(model, peft.write_adapter(tmp_path / "b", shapes, seed=1).folder)
@@ -195,7 +195,7 @@ def test_adapters_can_be_loaded_and_unloaded(tmp_path: Path) -> None:
     with pytest.raises(NotLoaded, match="not installed"):
         model.forward(ids, loras=one)
     two.unload()
-    assert {type(decoder.head.linear), type(mlp.experts), type(decoder.blocks[0].attn.o)} == kinds
+    assert {type(decoder.head.linear), type(mlp.experts), type(decoder.blocks[0].mixer.o)} == kinds
 
 
 def test_an_adapter_is_unloaded_with_its_model(tmp_path: Path) -> None:

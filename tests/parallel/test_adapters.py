@@ -83,7 +83,7 @@ def test_lora_shards_add_up_in_every_family(architecture: str, tmp_path: Path) -
     assert relative_error(want, plain) > 1e-3
     other.unload()
     assert relative_error(rank0_logits(shared.ranks, ids), plain) < 1e-5
-    assert not any("LoraLinear" in str(vars(rank.decoder.blocks[0].attn)) for rank in shared.ranks)
+    assert not any("LoraLinear" in str(vars(rank.decoder.blocks[0].mixer)) for rank in shared.ranks)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

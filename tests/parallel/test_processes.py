@@ -159,7 +159,7 @@ def check_shards(model: Model, single: Model, ranks: int) -> None:
     """Two kv heads: two of four ranks replicate one. The head is cut by vocabulary, a cache by heads."""
     spec, loaded = single.config.spec, model._loaded
     assert loaded is not None
-    heads = [heads_of_rank(spec.layers[0].attn, rank, ranks) for rank in range(ranks)]
+    heads = [heads_of_rank(spec.layers[0].mixer, rank, ranks) for rank in range(ranks)]
     assert [one.kv for one in heads] == ([(0, 1)] * (ranks // 2) + [(1, 2)] * (ranks // 2))
     assert [shape.kv_heads for shape in loaded.layer_shapes] == [1] * 4
     head = loaded.decoder.head.linear

@@ -104,7 +104,7 @@ def test_too_many_ranks_are_refused(tmp_path: Path) -> None:
     layer = model.layers[0]
     for kind, allowed in (("rms", True), ("layer", False)):
         norm = spec.QkNorm(spec.Norm(kind), "all")  # type: ignore[arg-type]
-        changed = replace(model, layers=(replace(layer, attn=replace(layer.attn, qk_norm=norm)),))
+        changed = replace(model, layers=(replace(layer, mixer=replace(layer.mixer, qk_norm=norm)),))
         if allowed:
             check_shardable(changed, 2)
         else:

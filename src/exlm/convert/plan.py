@@ -3,13 +3,17 @@
 A matrix is kept (its tensors are copied), rewritten in another layout of the same numbers, unpacked to
 floats, or refused with the reason. A step knows the names and the size of its tensors, and makes them when it
 is run.
+
+A matrix gets a tensor of its own, also where the source has it in a fused one. Where the family knows it only as rows
+of a fused tensor (Qwen3.5's in_proj_qkv), floats stay fused, so that other programs read the new model, and so does
+a fused matrix that is kept as it is; what is rewritten goes under a key of its own (`TensorNames.own_location`).
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import spec
+from ..checkpoint import WeightSource
 from ..errors import Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..formats.gguf import BLOCK_LAYOUTS
@@ -57,11 +62,12 @@ class ConversionStep(NamedTuple):
 
 
 class VectorSpec(NamedTuple):
-    """A tensor that no matrix product uses: a norm's weight, perhaps with a bias, or a position table."""
+    """A tensor that no matrix product uses: a norm's weight, a position table, a convolution; perhaps with a bias."""
 
     role: str
     shapes: tuple[tuple[int, ...], ...]
     bias: bool = False
+    keeps_precision: bool = False  # a parameter of a recurrence or a routing: never rounded to float16
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class ConversionPlan:
     to: str
     steps: tuple[ConversionStep, ...]
     actions: Mapping[str, tuple[str, TensorAction]]
+    vectors: tuple[VectorSpec, ...]
 
     @property
     def nbytes(self) -> int:
@@ -84,10 +91,12 @@ class ConversionPlan:
 class ConversionPlanner(ABC):
     """Makes a `ConversionPlan`; a subclass for each container plans its matrices and other tensors."""
 
-    def __init__(self, model: spec.Model, to: str, has_head: bool) -> None:
+    def __init__(self, checkpoint: WeightSource, model: spec.Model, to: str, separate: Set[str] = frozenset()) -> None:
+        """`separate`: roles whose tensors the caller replaces, so that they must not share one with others."""
+        self.source = checkpoint
         self.model = model
         self.to = to
-        self.has_head = has_head  # whether the files hold one
+        self.separate = separate
         self.actions: dict[str, tuple[str, TensorAction]] = {}
 
     @abstractmethod
@@ -104,20 +113,68 @@ class ConversionPlanner(ABC):
 
     def plan(self) -> ConversionPlan:
         """The plan, in the order of the layers; `Unsupported` if it would lose anything."""
-        tied = self.model.head.tied and not self.has_head
-        parts: list[VectorSpec | Matrix] = [Matrix("embed", self.model.hidden, self.model.vocab)]
-        parts += vector_specs(self.model)
+        tied = self.model.head.tied and not self.source.has("head")
+        vectors = tuple(vector_specs(self.model, self.source.has))
+        parts: list[VectorSpec | Matrix] = [Matrix("embed", self.model.hidden, self.model.vocab), *vectors]
         parts += [m for m in matrices(self.model) if not (tied and m.role == "head")]
         parts.sort(key=lambda part: _sort_key(part.role))
-        steps = [self.plan_vector(p) if isinstance(p, VectorSpec) else self.plan_matrix(p) for p in parts]
+        fused = self._fused_groups(part for part in parts if isinstance(part, Matrix))
+        steps: list[ConversionStep] = []
+        for part in parts:
+            if isinstance(part, VectorSpec):
+                steps.append(self.plan_vector(part))
+            elif (group := fused.get(part.role)) is None:
+                steps.append(self.plan_matrix(part))
+            elif part is group[0]:
+                steps += self.plan_fused(group)
         self._check_has_quantized(next(iter(matrices(self.model))).role)
         steps += self.plan_unassigned()
         _check_names(steps, self.model.names)
-        return ConversionPlan(self.to, tuple(steps), self.actions)
+        return ConversionPlan(self.to, tuple(steps), self.actions, vectors)
+
+    def plan_fused(self, group: Sequence[Matrix]) -> list[ConversionStep]:
+        """The steps for matrices that are all rows of one tensor in the family's files: one step if all are floats."""
+        steps = [self.plan_matrix(m) for m in group]
+        if any(fmt != "dense" and action != "unpack" for fmt, action in (self.actions[m.role] for m in group)):
+            return steps
+        own = [self.target_location(m.role) for m in group]
+        fused = [self._fused_location(m.role) for m in group]
+        rows = torch.cat([torch.arange(*span) for location in fused for span in location.rows])
+        suffixes = ("weight", "bias")[: 1 + group[0].bias]
+
+        def make() -> NamedTensors:
+            parts = [dict(step.make_tensors()) for step in steps]
+            for suffix in suffixes:
+                stacked = torch.cat([part[at.tensor_key(suffix)] for part, at in zip(parts, own, strict=True)])
+                tensor = torch.empty_like(stacked)
+                tensor[rows] = stacked
+                is_transposed = fused[0].transposed and suffix == "weight"
+                yield fused[0].tensor_key(suffix), tensor.T.contiguous() if is_transposed else tensor
+
+        names = tuple(fused[0].tensor_key(suffix) for suffix in suffixes)
+        return [ConversionStep(group[0].role, names, sum(step.nbytes for step in steps), make)]
+
+    def _fused_groups(self, parts: Iterable[Matrix]) -> dict[str, list[Matrix]]:
+        """By role, the matrices that a family has only fused with it; without those in `separate` and their groups."""
+        groups: dict[str, list[Matrix]] = {}
+        for m in parts:
+            if (location := self.model.names.fused_location(m.role)) is not None:
+                groups.setdefault(location.key, []).append(m)
+        whole = [
+            group
+            for group in groups.values()
+            if not any(m.role in self.separate for m in group) and len({m.bias for m in group}) == 1
+        ]
+        return {m.role: group for group in whole for m in group}
 
     def target_location(self, role: str) -> TensorLocation:
-        """Where the new model stores a role: the first of the family's locations."""
-        return self.model.names.locations_of(role)[0]
+        """Where the new model stores a role that has tensors of its own."""
+        return self.model.names.own_location(role)
+
+    def _fused_location(self, role: str) -> TensorLocation:
+        location = self.model.names.fused_location(role)
+        assert location is not None
+        return location
 
     def choose_action(self, role: str, fmt: str) -> TensorAction:
         """The action for a matrix stored in this format; `Unsupported` if its numbers would change."""
@@ -145,24 +202,71 @@ class ConversionPlanner(ABC):
         )
 
 
-def vector_specs(model: spec.Model) -> Iterator[VectorSpec]:
-    """Every tensor of a model but its matrices."""
+def vector_specs(model: spec.Model, has: Callable[[str], bool]) -> Iterator[VectorSpec]:
+    """Every tensor of a model but its matrices; `has` tells whether the files hold a role."""
     hidden_shape = (model.hidden,)
     if model.embed.learned_positions:
         yield VectorSpec("positions", ((model.embed.learned_positions, model.hidden),))
     for i, layer in enumerate(model.layers):
-        prefix, attn = f"layers.{i}.", layer.attention
+        prefix = f"layers.{i}."
         for name in ("attn_norm", "mlp_norm", "attn_post", "mlp_post"):
             norm: spec.Norm | None = getattr(layer, name)
             if norm is not None and not (layer.parallel and name != "attn_norm"):
                 yield VectorSpec(prefix + name, (hidden_shape,), norm.bias)
-        if attn is not None and attn.qk_norm is not None:
-            for part, heads in (("q", attn.heads), ("k", attn.kv_heads)):
-                shapes: tuple[tuple[int, ...], ...] = ((attn.head_dim,), (heads, attn.head_dim))
-                if attn.qk_norm.scope == "all":
-                    shapes = ((heads * attn.head_dim,),)
-                yield VectorSpec(f"{prefix}attn.{part}_norm", shapes, attn.qk_norm.norm.bias)
+        yield from _mixer_vectors(prefix, layer.mixer, has)
+        if isinstance(layer.mlp, spec.Moe) and layer.mlp.selection_bias:
+            yield VectorSpec(prefix + "mlp.selection_bias", ((layer.mlp.experts,),), keeps_precision=True)
     yield VectorSpec("final_norm", (hidden_shape,), model.final_norm.bias)
+
+
+def _mixer_vectors(prefix: str, mixer: spec.Mixer | None, has: Callable[[str], bool]) -> Iterator[VectorSpec]:
+    match mixer:
+        case spec.Attention():
+            yield from _qk_norms(prefix, mixer)
+        case spec.LatentAttention():
+            if mixer.q_rank is not None:
+                yield VectorSpec(prefix + "attn.q_latent_norm", ((mixer.q_rank,),))
+            yield VectorSpec(prefix + "attn.kv_latent_norm", ((mixer.kv_rank,),))
+        case spec.DeltaNet():
+            widths = {"q": mixer.key_width, "k": mixer.key_width, "v": mixer.value_width}
+            yield from _conv_vectors(prefix + "delta.", widths, mixer.conv_kernel, has)
+            for name, width in (("a_log", mixer.value_heads), ("dt_bias", mixer.decay_width)):
+                yield VectorSpec(f"{prefix}delta.{name}", ((width,),), keeps_precision=True)
+            yield VectorSpec(prefix + "delta.norm", ((mixer.value_dim,),))
+        case spec.Mamba2():
+            yield from _conv_vectors(
+                prefix + "mamba.", {"x": mixer.conv_channels}, mixer.conv_kernel, has, bias=mixer.conv_bias
+            )
+            for name in ("a_log", "dt_bias", "d"):
+                yield VectorSpec(f"{prefix}mamba.{name}", ((mixer.heads,),), keeps_precision=True)
+            if mixer.norm is not None:
+                yield VectorSpec(prefix + "mamba.norm", ((mixer.width,),))
+        case spec.ShortConv():
+            yield from _conv_vectors(prefix + "conv.", {"x": mixer.width}, mixer.conv_kernel, has, bias=mixer.bias)
+        case spec.ParallelMixers():
+            yield from _mixer_vectors(prefix, mixer.attention, has)
+            yield from _mixer_vectors(prefix, mixer.recurrent, has)
+
+
+def _qk_norms(prefix: str, attn: spec.Attention) -> Iterator[VectorSpec]:
+    if attn.qk_norm is None:
+        return
+    for part, heads in (("q", attn.heads), ("k", attn.kv_heads)):
+        shapes: tuple[tuple[int, ...], ...] = ((attn.head_dim,), (heads, attn.head_dim))
+        if attn.qk_norm.scope == "all":
+            shapes = ((heads * attn.head_dim,),)
+        yield VectorSpec(f"{prefix}attn.{part}_norm", shapes, attn.qk_norm.norm.bias)
+
+
+def _conv_vectors(
+    role: str, widths: Mapping[str, int], kernel: int, has: Callable[[str], bool], *, bias: bool = False
+) -> Iterator[VectorSpec]:
+    """A causal convolution, stored as one tensor, or as one for each of several parts."""
+    parts = {"conv": sum(widths.values())}
+    if len(widths) > 1 and not has(role + "conv"):
+        parts = {f"{part}_conv": width for part, width in widths.items()}
+    for name, width in parts.items():
+        yield VectorSpec(role + name, ((width, 1, kernel), (width, kernel)), bias, keeps_precision=True)
 
 
 def dense_tensors(weight: Weight, location: TensorLocation) -> dict[str, Tensor]:

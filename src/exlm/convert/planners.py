@@ -1,15 +1,15 @@
 """The planners for the two containers: `FolderPlanner` for safetensors, `GgufPlanner` for a GGUF file.
 
-Both name the tensors of a role by the first location that the family lists for it. From a folder, a matrix with
-tensors of its own is copied byte for byte and one in a fused tensor is sliced out; tensors of no role (a vision tower,
-leftovers) are copied under their own names. A GGUF file is read by role, with its converter's changes undone:
+Both give each role's tensors the name of the family's first location that holds the role alone. From a folder, a
+matrix with tensors of its own is copied byte for byte and one in a fused tensor is sliced out; tensors of no role (a
+vision tower, leftovers) are copied under their own names. A GGUF file is read by role, with its converter's changes undone:
 floats are kept, quantised matrices can only be unpacked, and a tensor of no role is refused, since it has no
 name outside GGUF.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..spec.model import Matrix
 from ..spec.tensor_names import RowRange, TensorLocation
 from .plan import (
     CPU,
+    KEPT_FORMATS,
     ConversionPlan,
     ConversionPlanner,
     ConversionStep,
@@ -56,9 +57,14 @@ class FolderPlanner(ConversionPlanner):
     """Plans the conversion of a model folder."""
 
     def __init__(
-        self, checkpoint: SafetensorsCheckpoint, model: spec.Model, to: str, quantization: QuantizationConfig | None
+        self,
+        checkpoint: SafetensorsCheckpoint,
+        model: spec.Model,
+        to: str,
+        quantization: QuantizationConfig | None,
+        separate: Set[str] = frozenset(),
     ) -> None:
-        super().__init__(model, to, checkpoint.has("head"))
+        super().__init__(checkpoint, model, to, separate)
         self.checkpoint = checkpoint
         self.files = checkpoint.files
         self.names_by_key = checkpoint.names_by_key
@@ -76,7 +82,7 @@ class FolderPlanner(ConversionPlanner):
         """Copy, slice, rewrite or unpack a matrix."""
         stored, location = self._source_location(m.role), self.target_location(m.role)
         self.checkpoint.refuse_scaled_inputs(m.role)
-        fmt = self.format_by_suffix[next(s for s in MARKERS if stored.tensor_key(s) in self.names_by_key)]
+        fmt = self._format_at(stored)
         action = self.choose_action(m.role, fmt)
         parts = self._take_tensors(stored, fmt)
         if fmt == "dense":
@@ -84,7 +90,7 @@ class FolderPlanner(ConversionPlanner):
         if action != "keep":
             self.reencoded.append((m.role, location))
         transposes = fmt == "dense" and stored.transposed != location.transposed
-        if action == "keep" and _is_whole_tensor(stored) and not transposes:
+        if action == "keep" and stored.is_whole and not transposes:
             return self._copy_step(m.role, {info.name: location.tensor_key(s) for s, info in parts.items()})
         if action == "keep" and fmt == "awq":
             return self._slice_awq_step(m, stored, location, parts)
@@ -93,9 +99,25 @@ class FolderPlanner(ConversionPlanner):
             _check_encodable(step)
         return step
 
+    def plan_fused(self, group: Sequence[Matrix]) -> list[ConversionStep]:
+        """One step that copies the fused tensors, if they hold these matrices and are kept."""
+        stored, fused = self._source_location(group[0].role), self._fused_location(group[0].role)
+        fmt = self._format_at(stored)
+        if {self._source_location(m.role).key for m in group} != {fused.key} or fmt not in KEPT_FORMATS[self.to]:
+            return super().plan_fused(group)
+        for m in group:
+            self.choose_action(m.role, fmt)
+        parts = self._take_tensors(stored, fmt)
+        if fmt == "dense":
+            outputs = sum(m.out_features for m in group)
+            whole = group[0]._replace(out_features=outputs)
+            if self._has_wrong_form(whole, stored, parts):
+                self._read_weight(group[0])
+        return [self._copy_step(group[0].role, {info.name: fused.tensor_key(s) for s, info in parts.items()})]
+
     def plan_vector(self, v: VectorSpec) -> ConversionStep:
         stored, location = self._source_location(v.role), self.target_location(v.role)
-        if not _is_whole_tensor(stored):
+        if not stored.is_whole:
             raise Unsupported(f"{v.role} is a part of {stored.key}, from which it cannot be sliced.")
         parts = self._take_tensors(stored, "dense")
         return self._copy_step(v.role, {info.name: location.tensor_key(suffix) for suffix, info in parts.items()})
@@ -133,10 +155,16 @@ class FolderPlanner(ConversionPlanner):
 
     def _check_floats(self, m: Matrix, stored: TensorLocation, parts: TensorsBySuffix) -> None:
         """Read a tensor whose dtype or shape is not the spec's, because the reader raises the right error."""
-        info = parts["weight"]
-        shape = (m.in_features, m.out_features) if stored.transposed else (m.out_features, m.in_features)
-        if info.dtype not in FLOAT_TYPES or (_is_whole_tensor(stored) and info.shape != shape):
+        if parts["weight"].dtype not in FLOAT_TYPES or (stored.is_whole and self._has_wrong_form(m, stored, parts)):
             self._read_weight(m)
+
+    def _has_wrong_form(self, m: Matrix, stored: TensorLocation, parts: TensorsBySuffix) -> bool:
+        """Whether the dtype or the shape of a tensor that holds a matrix is not the spec's."""
+        shape = (m.in_features, m.out_features) if stored.transposed else (m.out_features, m.in_features)
+        return parts["weight"].dtype not in FLOAT_TYPES or parts["weight"].shape != shape
+
+    def _format_at(self, location: TensorLocation) -> str:
+        return self.format_by_suffix[next(s for s in MARKERS if location.tensor_key(s) in self.names_by_key)]
 
     def _copy_step(self, label: str, names: dict[str, str]) -> ConversionStep:
         """A step that copies tensors byte for byte; `names` maps stored names to new ones."""
@@ -220,10 +248,6 @@ class FolderPlanner(ConversionPlanner):
         return high < 1 << bits if self._writes_gptq_v2(fmt) else low >= 1 and high <= 1 << bits
 
 
-def _is_whole_tensor(location: TensorLocation) -> bool:
-    return not location.rows and location.expert_rows is None
-
-
 def _estimated_bytes(m: Matrix, parts: TensorsBySuffix) -> int:
     """The approximate bytes of a matrix, in proportion if the stored tensors hold others too."""
     total = sum(info.nbytes for info in parts.values())
@@ -248,8 +272,10 @@ def _check_encodable(step: ConversionStep) -> None:
 class GgufPlanner(ConversionPlanner):
     """Plans the conversion of a GGUF file."""
 
-    def __init__(self, checkpoint: GgufCheckpoint, model: spec.Model, to: str) -> None:
-        super().__init__(model, to, checkpoint.has("head"))
+    def __init__(
+        self, checkpoint: GgufCheckpoint, model: spec.Model, to: str, separate: Set[str] = frozenset()
+    ) -> None:
+        super().__init__(checkpoint, model, to, separate)
         self.checkpoint = checkpoint
         self.used_names = set(ROPE_FACTOR_TENSORS)  # their numbers are in config.json
 
@@ -301,9 +327,11 @@ class GgufPlanner(ConversionPlanner):
         self.used_names |= {f"{stored.key}.weight", f"{stored.key}.bias"}
 
 
-def make_plan(config: FrozenConfig, checkpoint: WeightSource, to: str) -> ConversionPlan:
-    """The plan for a model's files, whichever container they are."""
+def make_plan(
+    config: FrozenConfig, checkpoint: WeightSource, to: str, separate: Set[str] = frozenset()
+) -> ConversionPlan:
+    """The plan for a model's files, whichever container they are; the caller replaces the `separate` roles."""
     if isinstance(checkpoint, GgufCheckpoint):
-        return GgufPlanner(checkpoint, config.spec, to).plan()
+        return GgufPlanner(checkpoint, config.spec, to, separate).plan()
     assert isinstance(checkpoint, SafetensorsCheckpoint)
-    return FolderPlanner(checkpoint, config.spec, to, config.quantization).plan()
+    return FolderPlanner(checkpoint, config.spec, to, config.quantization, separate).plan()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ..atomic import sync_file
 from ..checkpoint import GgufCheckpoint, GgufFile, WeightSource
 from ..config import FrozenConfig, read_json
+from ..errors import Unsupported
 from ..families.gguf import config_from_metadata
 from ..formats.quantization_config import QuantizationConfig
 from ..tokenizer.gguf import GgufVocabulary, tokenizer_from_metadata, tokenizer_json, tokenizer_model
@@ -35,16 +36,26 @@ NEVER_COPIED = (".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".
 TEMPLATE_DIR = "additional_chat_templates"
 
 MODEL_TYPES = {
+    "FalconH1ForCausalLM": "falcon_h1",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "GemmaForCausalLM": "gemma",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "KimiLinearForCausalLM": "kimi_linear",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "NemotronHForCausalLM": "nemotron_h",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
 }
 """By architecture, the `model_type` of config.json, which transformers reads."""
 
@@ -109,7 +120,13 @@ def side_files_of_gguf(file: GgufFile, has_head: bool) -> SideFiles:
     """The files that a GGUF file's metadata was converted from."""
     source = str(file.path)
     config = config_from_metadata(file.metadata, source, tensors=file.tensors, factors=file.rope_factors())
-    config["model_type"] = MODEL_TYPES[config["architectures"][0]]
+    architecture = config["architectures"][0]
+    if architecture not in MODEL_TYPES:
+        raise Unsupported(
+            f"{source}: the config.json of a {architecture} made from GGUF would have no model_type, by which other "
+            "programs know the model. Take the model as safetensors."
+        )
+    config["model_type"] = MODEL_TYPES[architecture]
     config["tie_word_embeddings"] = not has_head
     return SideFiles({CONFIG_FILE: json_bytes(config), **_tokenizer_files(file.metadata, source)}, {})
 

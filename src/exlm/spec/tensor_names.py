@@ -5,6 +5,10 @@ In exlm a tensor has a *role*: `embed`, `positions`, `layers.3.attn.q`, `layers.
 `model.layers.3.self_attn.q_proj`. The mapping has two steps: `key_renames` bring a file's keys into Llama's
 spelling, and `locations` list, for each role, where it may be stored, in order of preference: alone, or as
 some rows of a fused tensor.
+
+A format that stores a matrix with an order or scales of its own cannot store it as rows of another. So a role that a
+family only has fused may also be stored alone, under the fused tensor's key and its own part: `in_proj_qkv` holds
+`delta.q`, and so does `in_proj_qkv.q`.
 """
 
 from __future__ import annotations
@@ -39,6 +43,11 @@ class TensorLocation:
     expert_rows: RowRange | None = None  # that expert's rows, set by `for_expert`; cut before transposing
     transposed: bool = False  # stored (in, out) instead of (out, in)
     without_suffix: bool = False  # stored as `key`, without the `.weight` suffix
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensors here hold this role alone."""
+        return not self.rows and not self.rows_per_expert
 
     def tensor_key(self, suffix: str) -> str:
         """The key of one of the tensors here: of `weight`, `bias`, or a part of a quantised matrix."""
@@ -92,14 +101,32 @@ class TensorNames:
 
     def locations_of(self, role: str) -> tuple[TensorLocation, ...]:
         """The locations where a role may be stored, the preferred first; KeyError for an unknown role."""
+        found, part = self._family_locations(role)
+        if any(location.is_whole for location in found):
+            return found
+        return (*found, TensorLocation(f"{found[0].key}.{part}"))
+
+    def own_location(self, role: str) -> TensorLocation:
+        """The preferred one of the locations that hold the role alone."""
+        return next(location for location in self.locations_of(role) if location.is_whole)
+
+    def fused_location(self, role: str) -> TensorLocation | None:
+        """Where a family has a role that it stores only as rows of a matrix; None for other roles."""
+        found, _ = self._family_locations(role)
+        always_fused = all(location.rows and not location.rows_per_expert for location in found)
+        return found[0] if always_fused else None
+
+    def _family_locations(self, role: str) -> tuple[tuple[TensorLocation, ...], str]:
+        """The locations that the family lists for a role, and the role's last part, of an expert with its number."""
         layer, expert, pattern = 0, 0, role
         if match := _LAYER_ROLE.fullmatch(pattern):
             layer, pattern = int(match[1]), match[2]
+        part = pattern.rpartition(".")[2]
         if match := _EXPERT_ROLE.fullmatch(pattern):
-            expert, pattern = int(match[2]), f"{match[1]}.{match[3]}"
+            expert, pattern, part = int(match[2]), f"{match[1]}.{match[3]}", f"{match[2]}.{match[3]}"
         for known_role, candidates in self.locations:
             if known_role == pattern:
-                return tuple(location.for_expert(layer, expert) for location in candidates)
+                return tuple(location.for_expert(layer, expert) for location in candidates), part
         raise KeyError(f"no tensor name is defined for the role {role!r}")
 
     def with_locations(self, **changes: TensorLocation | tuple[TensorLocation, ...]) -> TensorNames:
