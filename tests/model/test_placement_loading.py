@@ -321,7 +321,7 @@ def test_memory_that_is_free_is_read_from_the_system() -> None:
 def test_prompts_on_a_gpu_need_room_for_matrices_in_full(fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = Config(fixtures_dir / "tiny-lm-exl2-4.0bpw").freeze()
     source, num_layers, layer = open_checkpoint(frozen), len(frozen.spec.layers), frozen.spec.layers[0]
-    hidden, attn, width = frozen.spec.hidden, layer.attn, layer.mlp.width
+    hidden, attn, width = frozen.spec.hidden, layer.attention, layer.mlp.width
     gpu = ComputeProfile(torch.float16, uses_reference=False)
     merged = estimate_modules(frozen, source, gpu, [0] * num_layers)
     largest_merged = 2 * hidden * max(2 * width, (attn.heads + 2 * attn.kv_heads) * attn.head_dim)
