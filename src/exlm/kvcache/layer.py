@@ -81,8 +81,8 @@ class CacheLayer(ABC):
         """Make room for that many recurrent states; what the slots hold is undefined until it is written."""
         problem = (
             f"{slots} recurrent states do not fit this memory: those of one layer take "
-            f"{slots * shape.nbytes(conv_dtype.itemsize):,} bytes. Ask for fewer: a smaller batch_size of the cache, or "
-            "a smaller max_batch_size or state_cache_bytes of the generator."
+            f"{slots * shape.nbytes(conv_dtype.itemsize):,} bytes. Ask for fewer: a smaller batch_size of the cache, "
+            "or a smaller max_batch_size or state_cache_bytes of the generator."
         )
         conv = lazy_zeros((slots, *shape.conv), conv_dtype, self.device, problem)
         matrix = None
