@@ -80,7 +80,7 @@ class CacheLayer(ABC):
     def allocate_state(self, shape: StateShape, slots: int, conv_dtype: torch.dtype) -> None:
         """Make room for that many recurrent states; what the slots hold is undefined until it is written."""
         problem = (
-            f"{slots} recurrent states do not fit this memory: those of one layer take "
+            f"{slots:,} recurrent states do not fit this memory: those of one layer take "
             f"{slots * shape.nbytes(conv_dtype.itemsize):,} bytes. Ask for fewer: a smaller batch_size of the cache, "
             "or a smaller max_batch_size or state_cache_bytes of the generator."
         )
