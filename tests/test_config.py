@@ -87,7 +87,7 @@ def test_overrides_reach_the_frozen_description(tmp_path: Path) -> None:
     config.max_seq_len, config.scale_alpha_value, config.scale_pos_emb = 8192, 2.5, 2.0
     config.rotary_embedding_base = 1e6
     frozen = config.freeze()
-    rope = frozen.spec.layers[0].attn.rope
+    rope = frozen.spec.attentions[0].rope
     assert rope is not None
     assert (frozen.max_seq_len, rope.ntk_alpha, rope.linear_factor, rope.theta) == (8192, 2.5, 2.0, 1e6)
 
@@ -96,7 +96,7 @@ def test_the_files_linear_scaling_is_visible_and_can_be_replaced(tmp_path: Path)
     config = Config(make_folder(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
     assert config.scale_pos_emb == 4.0
     config.scale_pos_emb = 1.0
-    rope = config.freeze().spec.layers[0].attn.rope
+    rope = config.freeze().spec.attentions[0].rope
     assert rope is not None
     assert rope.scaling is None
     assert rope.linear_factor == 1.0
@@ -112,7 +112,7 @@ def test_a_misspelt_option_is_an_error(tmp_path: Path) -> None:
 def test_none_and_zero_mean_no_scaling(tmp_path: Path, nothing: float | None) -> None:
     config = Config(make_folder(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
     config.scale_pos_emb = config.scale_alpha_value = nothing
-    rope = config.freeze().spec.layers[0].attn.rope
+    rope = config.freeze().spec.attentions[0].rope
     assert rope is not None
     assert (rope.scaling, rope.linear_factor, rope.ntk_alpha) == (None, 1.0, 1.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,21 @@ def test_info(folder: Path) -> None:
         assert expected in text
     assert text.count("attn.q") == 1  # equal layers share a line
     assert run("info", str(folder), "--layers").count("attn.q") == 2
+
+
+def test_info_says_what_mixers_keep(fixtures_dir: Path, folder: Path) -> None:
+    text = run("info", str(fixtures_dir / "tiny-qwen3_5"), "--spec")
+    for expected in (
+        r"mixers +3 × delta net, 1 × attention",
+        r"state +201\.0 KiB for each sequence",  # 3 · (4 · 64 · 64 · 4 + 3 · 512 · 2) bytes
+        r"heads +4 for queries, 2 for keys and values",
+        r"512 bytes of cache each",  # of one layer of four
+        r"layers 0 to 2:",
+        r"mixer: DeltaNet",
+        r"value_heads: 4",
+    ):
+        assert re.search(expected, text), expected
+    assert "mixers" not in run("info", str(folder))
 
 
 def test_info_spec(folder: Path) -> None:

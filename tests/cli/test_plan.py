@@ -63,6 +63,25 @@ def test_invalid_options_are_named(folder: Path) -> None:
             run(str(folder), option, value)
 
 
+def test_recurrent_states_are_counted(fixtures_dir: Path) -> None:
+    hybrid = fixtures_dir / "tiny-qwen3_5"
+    text = run(str(hybrid), "--users", "4", "--gpu", "1")
+    # In float16 a state of three delta nets is 3 · (4 · 64 · 64 · 4 + 3 · 512 · 2) bytes, and each user has three.
+    assert "Recurrent states are 2.4 MiB of the cache: 603.0 KiB for each of 4, whatever the context." in text
+    assert "Recurrent states are 4.7 MiB of the cache" in run(str(hybrid), "--users", "8", "--gpu", "1", "--ctx", "64")
+    text = run(str(hybrid), "--users", "4000", "--gpu", "1", code=1)
+    for words in (
+        "The longest context that fits: 0 tokens for each of 4000",
+        "cache 6.21 GB with 2.30 GB of recurrent states",
+        "One sequence's recurrent state takes 0.2 MB, however long the sequence is: fewer sequences at once need less.",
+    ):
+        assert words in text
+
+
+def test_a_model_without_states_says_nothing_of_them(folder: Path) -> None:
+    assert "ecurrent" not in run(str(folder), "--gpu", "0.26", "--ctx", "512k", code=1)
+
+
 def test_plans_are_monotone_and_load_nothing(folder: Path) -> None:
     model = Model(Config(folder))
     plain = model.plan(4096, memory=[1, 1])

@@ -27,10 +27,17 @@ from exlm import (
     Tokenizer,
 )
 from exlm.errors import DoesNotFit
+from exlm.generator.state_table import SLOTS_PER_SEQUENCE
 from exlm.model.devices import DeviceInfo, list_devices
 from exlm.model.loader import open_checkpoint
 from exlm.model.multiprocess import rank_devices
-from exlm.model.placement import ComputeProfile, DeviceBudget, compute_profile, estimate_modules
+from exlm.model.placement import (
+    STATES_PER_SEQUENCE,
+    ComputeProfile,
+    DeviceBudget,
+    compute_profile,
+    estimate_modules,
+)
 from exlm.nn.block import DeviceTransfer
 from exlm.spec.model import matrices
 from tests import tiny
@@ -321,7 +328,7 @@ def test_memory_that_is_free_is_read_from_the_system() -> None:
 def test_prompts_on_a_gpu_need_room_for_matrices_in_full(fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = Config(fixtures_dir / "tiny-lm-exl2-4.0bpw").freeze()
     source, num_layers, layer = open_checkpoint(frozen), len(frozen.spec.layers), frozen.spec.layers[0]
-    hidden, attn, width = frozen.spec.hidden, layer.attn, layer.mlp.width
+    hidden, attn, width = frozen.spec.hidden, layer.attention, layer.mlp.width
     gpu = ComputeProfile(torch.float16, uses_reference=False)
     merged = estimate_modules(frozen, source, gpu, [0] * num_layers)
     largest_merged = 2 * hidden * max(2 * width, (attn.heads + 2 * attn.kv_heads) * attn.head_dim)
@@ -331,3 +338,49 @@ def test_prompts_on_a_gpu_need_room_for_matrices_in_full(fixtures_dir: Path, mon
     more = {one.workspace - other.workspace for one, other in zip(merged[1:-1], separate[1:-1], strict=True)}
     assert more == {largest_merged - largest}
     assert merged[-1] == separate[-1]  # the head computes few rows
+
+
+def test_recurrent_states_are_part_of_the_cache(fixtures_dir: Path) -> None:
+    model = Model(Config(fixtures_dir / "tiny-qwen3_5"))
+    few, many = (model.plan(512, users, memory=[1]) for users in (1, 5))
+    pages = 2 * 256 * 2 * 2 * 64 * 2  # two pages of one attention layer in float16
+    state = 3 * (4 * 64 * 64 * 4 + 3 * 512 * 2)  # three delta nets
+    assert STATES_PER_SEQUENCE == SLOTS_PER_SEQUENCE
+    for users, plan in ((1, few), (5, many)):
+        assert plan.state_bytes == plan.devices[0].states == users * STATES_PER_SEQUENCE * state
+        assert plan.devices[0].cache == users * (pages + STATES_PER_SEQUENCE * state)
+    assert few.devices[0].workspace == many.devices[0].workspace
+    on_cpu = [model.plan(512, users).devices[0].workspace for users in (1, 5)]
+    assert on_cpu[1] - on_cpu[0] >= 4 * 3 * 4 * 64 * 64 * 4  # plain torch has a few states of each row in memory
+    assert Model(Config(fixtures_dir / "tiny-lm")).plan(512, memory=[1]).state_bytes == 0
+
+
+def test_a_lazy_cache_makes_room_for_its_states(fixtures_dir: Path) -> None:
+    model = Model(Config(fixtures_dir / "tiny-qwen3_5"))
+    model.list_devices = fake_devices(128 << 20)
+    cache = Cache(model, batch_size=500, max_seq_len=1, lazy=True)
+    with pytest.raises(DoesNotFit, match=r"One sequence's recurrent state takes 0\.2 MB.*fewer sequences"):
+        model.load_autosplit(cache, reserve_vram=0)
+    model.load_autosplit(Cache(model, batch_size=2, max_seq_len=1, lazy=True), reserve_vram=0)
+    assert model.loaded
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_workspace_of_a_recurrence_is_enough(fixtures_dir: Path, rows: int) -> None:
+    model = Model(Config(fixtures_dir / "tiny-qwen3_5"))
+    model.config.max_input_len = 512
+    model.load()
+    frozen, cache = model.config.freeze(), Cache(model, batch_size=rows, max_seq_len=512)
+    profile = replace(compute_profile(frozen, list_devices("cpu"), cache.num_pages * 256), sequences=rows)
+    modules = estimate_modules(frozen, open_checkpoint(frozen), profile, cache.layer_bytes())
+    ids = torch.arange(512 // rows).expand(rows, -1)
+    cache.layers  # noqa: B018  # allocated before memory is watched
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
+        model.forward(ids, cache, preprocess_only=True)
+    in_use = peak = 0
+    events: Any = watched.profiler
+    for event in sorted(events.kineto_results.events(), key=lambda one: one.start_ns()):
+        if event.name() == "[memory]":
+            in_use += event.nbytes()
+            peak = max(peak, in_use)
+    assert peak <= max(module.workspace for module in modules) <= 8 * peak

@@ -71,9 +71,10 @@ def _facts_table(config: exlm.Config, s: exlm.Summary) -> Table:
     names = ", ".join(s.files[:3]) + (", …" if len(s.files) > 3 else "")
     table.add_row("files", f"{format_bytes(s.file_bytes)} in {len(s.files)} ({names})")
     table.add_row("layers", f"{len(s.spec.layers)} of width {s.spec.hidden}")
+    if [*s.mixers] != ["attention"]:
+        table.add_row("mixers", ", ".join(f"{count} × {name}" for name, count in s.mixers.items()))
     if s.spec.is_recurrent:
-        table.add_row("mixers", ", ".join(f"{count} {name}" for name, count in s.mixers.items()))
-        table.add_row("state", f"{format_bytes(s.state_bytes)} for each sequence")
+        table.add_row("state", f"{format_bytes(s.state_bytes)} for each sequence, however long")
     if attn := next(iter(s.spec.attentions), None):
         table.add_row("heads", f"{attn.heads} for queries, {attn.kv_heads} for keys and values, {attn.head_dim} wide")
     if windows:
@@ -177,14 +178,18 @@ def plan(
     found = exlm.Model(config).plan(config.max_seq_len, users, exlm.CACHES[cache], _parse_memory(gpu))
     table = Table("device", "modules", "weights", "cache", "workspace", "sum", "usable")
     for one in found.devices:
-        total = one.weights + one.cache + one.workspace
-        sizes = (one.weights, one.cache, one.workspace, total, one.usable)
-        style = "red" if total > one.usable else None
+        sizes = (one.weights, one.cache, one.workspace, one.total, one.usable)
+        style = "red" if one.total > one.usable else None
         table.add_row(one.name, str(one.modules), *map(format_bytes, sizes), style=style)
     console = Console(soft_wrap=True)
     console.print(table)
     console.print(f"{users} × {config.max_seq_len:,} tokens: {'fits' if found.fits else 'does not fit'}.")
     console.print(f"The longest context that fits: {found.largest:,} tokens for each of {users}.")
+    if found.state_bytes:
+        console.print(
+            f"Recurrent states are {format_bytes(found.state_bytes)} of the cache: "
+            f"{format_bytes(found.state_bytes / users)} for each of {users}, whatever the context."
+        )
     if max(config.max_seq_len, found.largest) > trained_length:
         more = ": to read more it also needs its positions stretched, as with config.scale_alpha_value"
         if config.spec.embed.learned_positions:

@@ -36,7 +36,22 @@ class LayerShape:
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Pages of zeros. On a CPU a page takes no memory until it is written to: few caches are ever full."""
+    """Pages of zeros, which take memory as `lazy_zeros` do."""
+    return lazy_zeros(
+        shape,
+        dtype,
+        device,
+        f"{shape[0] * shape[1]:,} tokens do not fit this memory: the keys of one layer take "
+        f"{math.prod(shape) * dtype.itemsize:,} bytes. Ask for fewer tokens (max_seq_len, batch_size) or fewer bits "
+        "(CacheQ8, CacheQ4).",
+    )
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, problem: str) -> Tensor:
+    """Zeros. On a CPU they take no memory until they are written to: few caches are ever full.
+
+    `problem` is the message of the error if they do not fit.
+    """
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -48,10 +63,7 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     except (OSError, OverflowError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not ran_out(error):
             raise
-        raise DoesNotFit(
-            f"{shape[0] * shape[1]:,} tokens do not fit this memory: the keys of one layer take {size:,} "
-            "bytes. Ask for fewer tokens (max_seq_len, batch_size) or fewer bits (CacheQ8, CacheQ4)."
-        ) from error
+        raise DoesNotFit(problem) from error
 
 
 class CacheLayer(ABC):
@@ -67,8 +79,15 @@ class CacheLayer(ABC):
 
     def allocate_state(self, shape: StateShape, slots: int, conv_dtype: torch.dtype) -> None:
         """Make room for that many recurrent states; what the slots hold is undefined until it is written."""
-        conv = empty_pages((slots, *shape.conv), conv_dtype, self.device)
-        matrix = None if shape.matrix is None else empty_pages((slots, *shape.matrix), torch.float32, self.device)
+        problem = (
+            f"{slots:,} recurrent states do not fit this memory: those of one layer take "
+            f"{slots * shape.nbytes(conv_dtype.itemsize):,} bytes. Ask for fewer: a smaller batch_size of the cache, "
+            "or a smaller max_batch_size or state_cache_bytes of the generator."
+        )
+        conv = lazy_zeros((slots, *shape.conv), conv_dtype, self.device, problem)
+        matrix = None
+        if shape.matrix is not None:
+            matrix = lazy_zeros((slots, *shape.matrix), torch.float32, self.device, problem)
         self.state = RecurrentState(conv, matrix)
 
     @property

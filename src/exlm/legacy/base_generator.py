@@ -1,7 +1,7 @@
 """BaseGenerator, exllamav2's blocking generator, on the engine of `exlm.Generator`.
 
-Each prompt becomes a job. The pages of the given cache, of any length and batch size, are allocated to the
-jobs of one call; nothing is kept for the next call.
+Each prompt becomes a job. The pages and recurrent states of the given cache, of any length and batch size, are
+allocated to the jobs of one call; nothing is kept for the next call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..generator import Job
 from ..generator.engine import EngineCore
 from ..generator.model_runner import ModelRunner
 from ..generator.page_table import PageTable
-from ..generator.validation import offset_seed
+from ..generator.state_table import SLOTS_PER_SEQUENCE, StateTable
+from ..generator.validation import offset_seed, resolve_state_slots
 from ..kvcache import CacheBase
 from ..model import Model
 from ..sampling import SamplingRequest, Settings
@@ -32,6 +33,8 @@ from ..tokenizer.tokenizer import pad_left
 from .arguments import TruncationWarning, embed_in_ids, embed_in_texts, filter_arguments
 
 TOKENS_PER_ROW = 8  # the batch has one row for this many tokens of `max_input_len`
+MIN_ROWS = 2  # a prompt and its negative one, for guidance
+CHECKPOINT_INTERVAL = 1024  # tokens from one checkpoint of a recurrent state to the next, as in `Generator`
 
 
 class LegacyJob(Job):
@@ -173,14 +176,18 @@ class BaseGenerator:
     @cached_property
     def _engine(self) -> EngineCore:
         config = self.model.config
-        page_table = PageTable(self.cache.num_pages)
+        rows = max(MIN_ROWS, config.max_input_len // TOKENS_PER_ROW)
+        states = self._make_state_table(rows)
+        if states is not None:
+            rows = min(rows, states.num_slots // SLOTS_PER_SEQUENCE)
+        page_table = PageTable(self.cache.num_pages, states=states)
         page_size = page_table.page_size
         return EngineCore(
             self._runner,
             page_table,
             self.tokenizer,
             config.vocab_size,
-            max_batch_size=max(2, config.max_input_len // TOKENS_PER_ROW),
+            max_batch_size=rows,
             chunk_size=max(page_size, config.max_input_len // page_size * page_size),
             max_length=self.max_length,
             make_extras=self.model.make_extras,
@@ -190,11 +197,27 @@ class BaseGenerator:
     def _runner(self) -> ModelRunner:
         return self.model.runner(self.cache)
 
+    def _make_state_table(self, rows: int) -> StateTable | None:
+        """Room for the recurrent states of so many rows, or of as many as fit; None for a model without them."""
+        slots = resolve_state_slots(self.cache, rows, rows_are_default=True, state_cache_bytes=None)
+        if not slots:
+            return None
+        # `Model.forward` uses two slots of each row of the cache.
+        slots = max(slots, MIN_ROWS * SLOTS_PER_SEQUENCE, 2 * self.cache.batch_size)
+        return StateTable(slots, self.cache.page_size, CHECKPOINT_INTERVAL)
+
     def _reset_cache(self) -> None:
         """Drop all jobs and the contents of the cache: other callers may have written to it."""
         self._engine.clear()
-        self._engine.page_table.clear_prefix_cache()
+        self._forget_contents()
         self.cache.current_seq_len = 0
+
+    def _forget_contents(self) -> None:
+        """Count the cache as empty; another caller may have given it other slots for recurrent states."""
+        page_table = self._engine.page_table
+        page_table.clear_prefix_cache()
+        if page_table.states is not None and self.cache.num_state_slots != page_table.states.num_slots:
+            self.cache.allocate_states(page_table.states.num_slots)
 
     def _stop_token_list(self, token: int | None) -> list[int]:
         if token == -1:

@@ -15,7 +15,7 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, Unsupported
 from ..generator import Job
 from ..generator.generator import CACHE_OVERWRITTEN, DRAFT_SHARES_CACHE
 from ..generator.validation import argument_names, drop_unknown, split_stop_conditions
@@ -75,6 +75,8 @@ class StreamingGenerator(BaseGenerator):
             draft_cache = Cache(draft_model, batch_size=cache.batch_size, max_seq_len=cache.max_seq_len)
         if draft_model is not None and draft_cache is cache:
             raise InputError(DRAFT_SHARES_CACHE)
+        if draft_model is not None:
+            _refuse_drafts_on_states(cache, draft_cache)
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.num_speculative_tokens = num_speculative_tokens
         self.speculative_prob_threshold = 0.25
@@ -268,6 +270,7 @@ class StreamingGenerator(BaseGenerator):
 
     def _select_draft(self) -> DraftFunction | None:
         if self.speculative_ngram:
+            _refuse_drafts_on_states(self.cache)
             return self._make_ngram_draft()
         if self._model_draft is not None:
             self._model_draft.max_tokens = self.num_speculative_tokens
@@ -304,7 +307,7 @@ class StreamingGenerator(BaseGenerator):
         self._engine.clear()
         self._job = None
         if self.cache.last_writer is not self._runner.runner:  # another caller wrote to the cache
-            self._engine.page_table.clear_prefix_cache()
+            self._forget_contents()
             self.cache.last_writer = self._runner.runner
         self._runner.draft = self._select_draft()
         self._engine.enqueue(job)
@@ -347,6 +350,16 @@ class StreamingGenerator(BaseGenerator):
         if (job.stop_tokens, frozenset(job.stop_strings)) != (tokens, strings) and not job.output.num_held:
             job.stop_tokens, job.stop_strings = tokens, tuple(strings)
             job.output.set_stop_conditions(tokens, strings)
+
+
+def _refuse_drafts_on_states(*caches: CacheBase | None) -> None:
+    """Refuse speculative decoding if one of the models keeps recurrent states."""
+    if any(getattr(cache, "state_bytes", 0) for cache in caches):
+        raise Unsupported(
+            "The streaming generator computes drafts ahead of the tokens that are requested, and a recurrent state "
+            "cannot be taken back from one that is rejected: leave out draft_model and speculative_ngram, or use "
+            "Generator(model, cache, tokenizer, use_ngram_draft=True), which keeps the state after each draft token."
+        )
 
 
 def _check_row_count(rows: list[Tensor], settings: Settings) -> None:

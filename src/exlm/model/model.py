@@ -63,6 +63,7 @@ from .multiprocess import load_parallel
 from .placement import (
     CACHE_REMEDY,
     SPLIT_REMEDY,
+    STATES_PER_SEQUENCE,
     MemoryPlan,
     ModuleMemory,
     compute_profile,
@@ -70,6 +71,7 @@ from .placement import (
     estimate_modules,
     format_bytes,
     place_modules,
+    placement_remedy,
     plan_memory,
     split_budgets,
 )
@@ -265,8 +267,9 @@ class Model:
         source = self.open_checkpoint(config)
         warn_about_unused_layers(config, source)
         profile = compute_profile(config, devices, cache.num_pages * PAGE_SIZE)
-        modules = estimate_modules(config, source, profile, cache.layer_bytes())
-        placement = place_modules(modules, device_budgets(devices, reserve_vram), CACHE_REMEDY)
+        modules = estimate_modules(config, source, replace(profile, sequences=cache.batch_size), cache.layer_bytes())
+        remedy = placement_remedy(cache.state_bytes)
+        placement = place_modules(modules, device_budgets(devices, reserve_vram), remedy)
         return (yield from load_modules(config, source, [devices[i] for i in placement], progress))
 
     def _load_ranks(self, strategy: str, gpu_split: Sequence[float] | None, progress: LoadProgress) -> LoadSteps:
@@ -332,8 +335,8 @@ class Model:
     ) -> MemoryPlan:
         """The memory that the model and a cache would need on each device; loads nothing.
 
-        The cache holds `context` tokens for each of `users` sequences. `memory` has the GB of each of some hypothetical
-        GPUs, which the plan is for instead of this machine's devices.
+        The cache holds `context` tokens, and recurrent states where layers have them, for each of `users` sequences.
+        `memory` has the GB of each of some hypothetical GPUs, which the plan is for instead of this machine's devices.
         """
         for name, count in (("context", context), ("users", users)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -343,9 +346,12 @@ class Model:
         else:
             config, devices = self.config.freeze(), hypothetical_devices(memory)
         source = self.open_checkpoint(config)
-        profile = compute_profile(config, devices, hypothetical=memory is not None)
-        owner = CacheOwnerInfo(kv_shapes(config.spec), profile.dtype)
+        profile = replace(compute_profile(config, devices, hypothetical=memory is not None), sequences=users)
+        shapes = kv_shapes(config.spec)
+        owner = CacheOwnerInfo([replace(shape, state=None) for shape in shapes], profile.dtype)
         page_bytes = cache(owner, max_seq_len=PAGE_SIZE, lazy=True).layer_bytes()
+        conv_item_bytes = profile.dtype.itemsize
+        state_bytes = [0 if shape.state is None else shape.state.nbytes(conv_item_bytes) for shape in shapes]
 
         def estimate_at(tokens: int) -> list[ModuleMemory]:
             num_pages = -(-tokens // PAGE_SIZE) * users
@@ -354,9 +360,11 @@ class Model:
                 source,
                 replace(profile, num_cached_tokens=num_pages * PAGE_SIZE),
                 [num_pages * layer_bytes for layer_bytes in page_bytes],
+                [users * STATES_PER_SEQUENCE * layer_bytes for layer_bytes in state_bytes],
             )
 
-        return plan_memory(estimate_at, device_budgets(devices, reserve_vram), context)
+        remedy = placement_remedy(sum(state_bytes))
+        return plan_memory(estimate_at, device_budgets(devices, reserve_vram), context, remedy)
 
     def summary(self) -> Summary:
         """The model's size and formats, from its files' headers."""

@@ -36,6 +36,12 @@ MERGED_MATRICES = ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")
 MAX_CONTEXT = 1 << 24
 """Longest context that `plan` tries."""
 
+STATES_PER_SEQUENCE = 3
+"""Recurrent states of a running sequence: the one that a pass reads, the one that it writes, one to rewind to."""
+
+REFERENCE_STATE_COPIES = 4
+"""States of a row that a recurrence in plain torch has in memory at once: old, decayed, update, new."""
+
 DEFAULT_RESERVE = 192 << 20, 64 << 20
 """Bytes left free by default on the first device and on each other one."""
 
@@ -61,6 +67,7 @@ class ModuleMemory:
     cache: int = 0
     workspace: int = 0  # while it runs; a device needs only its largest module's
     shared: int = 0  # weights that are the first module's too: free on its device
+    states: int = 0  # the part of `cache` that recurrent states take, if it is known
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class DeviceBudget:
     cache: int = 0
     workspace: int = 0
     modules: int = 0
+    states: int = 0  # the part of `cache` that recurrent states take
 
     @property
     def total(self) -> int:
@@ -87,6 +95,7 @@ class DeviceBudget:
             cache=self.cache + module.cache,
             workspace=max(self.workspace, module.workspace),
             modules=self.modules + 1,
+            states=self.states + module.states,
         )
 
 
@@ -127,13 +136,24 @@ def _does_not_fit(
 ) -> DoesNotFit:
     missing = modules[len(placed)]
     together = budgets_with_modules(modules, [0] * len(modules), devices[:1])[0]
+    states = f" with {format_bytes(together.states)} of recurrent states" if together.states else ""
     available = ", ".join(f"{device.name} {format_bytes(device.usable)}" for device in devices)
     return DoesNotFit(
         f"Insufficient memory for model and cache: {len(placed)} of {len(modules)} modules fit, "
         f"{missing.name} does not. All together need {format_bytes(together.total)} (weights "
         f"{format_bytes(together.weights)}, cache "
-        f"{format_bytes(together.cache)}, workspace {format_bytes(together.workspace)}); "
+        f"{format_bytes(together.cache)}{states}, workspace {format_bytes(together.workspace)}); "
         f"usable are {available}. {remedy}"
+    )
+
+
+def placement_remedy(state_bytes: int) -> str:
+    """The remedy where model and cache do not fit; `state_bytes` are those of one recurrent state in all layers."""
+    if not state_bytes:
+        return CACHE_REMEDY
+    return (
+        f"{CACHE_REMEDY} One sequence's recurrent state takes {format_bytes(state_bytes)}, however long the "
+        "sequence is: fewer sequences at once need less."
     )
 
 
@@ -148,6 +168,7 @@ class ComputeProfile:
     dtype: torch.dtype
     uses_reference: bool  # plain torch: dequantises weights and gathers pages in each call
     num_cached_tokens: int = 0  # tokens in the cache, of all sequences
+    sequences: int = 1  # that run at once
 
 
 @dataclass(frozen=True)
@@ -159,6 +180,11 @@ class MemoryPlan:
     context: int  # tokens of each sequence
     largest: int  # the longest context that would fit; 0 if not even one page does
     problem: str  # why it does not fit and the remedy; empty if it fits
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent states on all devices."""
+        return sum(device.states for device in self.devices)
 
 
 def compute_profile(
@@ -176,9 +202,13 @@ def compute_profile(
 
 
 def estimate_modules(
-    config: FrozenConfig, source: WeightSource, profile: ComputeProfile, cache_bytes: Sequence[int]
+    config: FrozenConfig,
+    source: WeightSource,
+    profile: ComputeProfile,
+    cache_bytes: Sequence[int],
+    state_bytes: Sequence[int] = (),
 ) -> list[ModuleMemory]:
-    """Each module's memory; `cache_bytes` has those of each layer's pages."""
+    """Each module's memory; `cache_bytes` has those of each layer's pages, `state_bytes` those of recurrent states."""
     m, item_bytes = config.spec, profile.dtype.itemsize
     packed_sizes: dict[str, dict[str, int]] = {}  # weights in each module's packed matrices
     weight_bytes: dict[str, int] = {}
@@ -202,7 +232,9 @@ def estimate_modules(
     for i, layer in enumerate(m.layers):
         name = f"layers.{i}"
         workspace = _dequantized_bytes(packed_sizes[name], profile) + _activation_bytes(config, layer, profile)
-        modules.append(ModuleMemory(name, weight_bytes[name] + 6 * m.hidden * 4, cache_bytes[i], workspace))
+        states = state_bytes[i] if state_bytes else 0
+        weights = weight_bytes[name] + 6 * m.hidden * 4
+        modules.append(ModuleMemory(name, weights, cache_bytes[i] + states, workspace, states=states))
     rows = config.max_output_len or ASSUMED_LOGITS_ROWS
     dequantized = (
         _dequantized_bytes(packed_sizes["head"], profile) if profile.uses_reference or rows > ASSUMED_LOGITS_ROWS else 0
@@ -278,16 +310,16 @@ def check_gpu_split(gpu_split: object) -> None:
 
 
 def plan_memory(
-    estimate_at: Callable[[int], list[ModuleMemory]], devices: Sequence[DeviceBudget], context: int
+    estimate_at: Callable[[int], list[ModuleMemory]], devices: Sequence[DeviceBudget], context: int, remedy: str
 ) -> MemoryPlan:
     """Each device's memory for a context, and the longest context that would fit.
 
-    `estimate_at`: tokens of each sequence → each module's memory.
+    `estimate_at`: tokens of each sequence → each module's memory. `remedy` is for what does not fit.
     """
 
     def try_context(count: int) -> tuple[list[int] | None, str]:
         try:
-            return place_modules(estimate_at(count), devices, CACHE_REMEDY), ""
+            return place_modules(estimate_at(count), devices, remedy), ""
         except DoesNotFit as error:
             return None, str(error)
 
@@ -335,10 +367,15 @@ def _activation_bytes(config: FrozenConfig, layer: spec.Layer, profile: ComputeP
     wide = 6 * config.spec.hidden
     if attn is not None:
         wide += 2 * (attn.heads + 2 * attn.kv_heads) * attn.head_dim
-    wide += 3 * sum(matrix.out_features for matrix in layer.matrices(config.spec.hidden)) if layer.state else 0
+    if layer.mixer is not None and layer.state is not None:  # what is projected, convolved and gated
+        wide += 3 * sum(matrix.out_features for matrix in layer.mixer.matrices(config.spec.hidden))
     if (mlp := layer.mlp) is not None:
         wide += 3 * mlp.width * (mlp.active if isinstance(mlp, spec.Moe) else 1)
+        if isinstance(mlp, spec.Moe) and mlp.shared is not None:
+            wide += 3 * mlp.shared.width
     total = min(config.max_input_len, config.max_seq_len) * wide * item_bytes
+    if profile.uses_reference and layer.state is not None:
+        total += REFERENCE_STATE_COPIES * profile.sequences * layer.state.nbytes(4)
     if attn is None:
         return total
     if attn.rope is not None:

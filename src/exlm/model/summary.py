@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,8 +71,7 @@ class Summary:
     @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's recurrent states, with convolution inputs in 16 bits."""
-        shapes = [layer.state for layer in self.spec.layers if layer.state is not None]
-        return sum(2 * math.prod(one.conv) + 4 * math.prod(one.matrix or (0,)) for one in shapes)
+        return sum(layer.state.nbytes(2) for layer in self.spec.layers if layer.state is not None)
 
     @property
     def cache_bytes(self) -> int:

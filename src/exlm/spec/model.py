@@ -6,6 +6,7 @@ dataclass here, with its matrices, and a module in `nn` that computes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -30,6 +31,10 @@ class StateShape(NamedTuple):
 
     conv: tuple[int, int]  # (kernel - 1, channels): the last inputs of the causal convolution
     matrix: tuple[int, int, int] | None = None  # (heads, rows, columns) in float32; None: only the convolution
+
+    def nbytes(self, conv_item_bytes: int) -> int:
+        """Bytes of one sequence's state with convolution inputs of this size."""
+        return math.prod(self.conv) * conv_item_bytes + (0 if self.matrix is None else 4 * math.prod(self.matrix))
 
 
 @dataclass(frozen=True)
