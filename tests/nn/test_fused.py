@@ -25,7 +25,7 @@ from exlm.kernels.reference import ReferenceBackend
 from exlm.nn import Attention, Batch, Block, GatedMlp, Linear, LoraRef, ParallelBlock, QkvProjection
 from exlm.nn.attention import no_qk_norm
 from exlm.nn.block import BlockLike
-from exlm.nn.fused import FusedBlock, FusedMlp, fuse_block_stack
+from exlm.nn.fused import FusedAttention, FusedBlock, FusedMlp, fuse_block_stack
 
 REFERENCE = ReferenceBackend(torch.device("cpu"), torch.float32)
 HIDDEN, WIDTH = 32, 40
@@ -82,6 +82,7 @@ class LastKV:
     """A cache that keeps the last call's keys and values."""
 
     kv_pages = None
+    state = None
 
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         self.k, self.v = k, v
@@ -127,6 +128,11 @@ def batch(tokens: int, adapters: Sequence[tuple[LoraRef, ...]] = ()) -> Batch:
     )
 
 
+def fused_attention_block(block: Block, qkv: FusedLinear, o: FusedLinear, mlp: FusedMlp | None) -> FusedBlock:
+    assert isinstance(block.mixer, Attention)
+    return FusedBlock(block, FusedAttention(block.mixer, qkv, o), mlp, MAX_FUSED_TOKENS)
+
+
 def run(block: BlockLike, x: Tensor, forward_batch: Batch) -> tuple[Tensor, LastKV]:
     last_kv = LastKV()
     total, pending_residual = block.forward(x, x, forward_batch, last_kv)
@@ -136,7 +142,7 @@ def run(block: BlockLike, x: Tensor, forward_batch: Batch) -> tuple[Tensor, Last
 def test_many_tokens_use_separate_products() -> None:
     layer = CountingLayer()
     qkv, gate = SeparateMatrices(layer.q, layer.k, layer.v), SeparateMatrices(layer.gate, layer.up)
-    fused = FusedBlock(layer.block, qkv, qkv, FusedMlp(gate, gate), MAX_FUSED_TOKENS)
+    fused = fused_attention_block(layer.block, qkv, qkv, FusedMlp(gate, gate))
     x = torch.randn(2, 6, HIDDEN)
     expected, expected_kv = run(layer.block, x, batch(6))
     assert layer.call_counts() == [1] * 7
@@ -150,7 +156,7 @@ def test_many_tokens_use_separate_products() -> None:
 def test_loras_see_every_matrix() -> None:
     layer = CountingLayer()
     fused_linear = SeparateMatrices(layer.q, layer.k, layer.v)
-    fused = FusedBlock(layer.block, fused_linear, fused_linear, FusedMlp(fused_linear, fused_linear), MAX_FUSED_TOKENS)
+    fused = fused_attention_block(layer.block, fused_linear, fused_linear, FusedMlp(fused_linear, fused_linear))
     run(fused, torch.randn(2, 6, HIDDEN), batch(6, [(LoraRef(1, 1.0),)] * 2))
     assert layer.call_counts() == [1] * 7
     assert fused_linear.num_calls == 0
@@ -158,7 +164,7 @@ def test_loras_see_every_matrix() -> None:
 
 def test_attention_alone_is_fused_where_the_mlp_cannot_be() -> None:
     layer = CountingLayer()
-    weight, attn = torch.rand(HIDDEN), layer.block.attn
+    weight, attn = torch.rand(HIDDEN), layer.block.mixer
     layer.block.attn_norm = REFERENCE.add_norm(NORM, weight, None)
     norm = REFERENCE.norm(NORM, weight, None)
 
@@ -178,14 +184,14 @@ def test_attention_alone_is_fused_where_the_mlp_cannot_be() -> None:
         def unfused(self, x: Tensor) -> list[Tensor]:
             raise AssertionError("few tokens run fused")
 
-    fused = FusedBlock(layer.block, FusedQkv(), FusedOutput(), None, MAX_FUSED_TOKENS)
+    fused = fused_attention_block(layer.block, FusedQkv(), FusedOutput(), None)
     x = torch.randn(2, 2, HIDDEN)
     expected, expected_kv = run(layer.block, x, batch(2))
     actual, actual_kv = run(fused, x, batch(2))
     assert layer.call_counts() == [1, 1, 1, 1, 2, 2, 2]
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close((actual_kv.k, actual_kv.v), (expected_kv.k, expected_kv.v))
-    assert fused.attn is attn
+    assert fused.mixer is attn
 
 
 @pytest.mark.parametrize("shape", ["plain", "parallel", "fused"])
@@ -194,7 +200,7 @@ def test_fill_kv_computes_attention_inputs_only(shape: str) -> None:
     block = layer.block
     if shape == "fused":
         qkv, gate_up = SeparateCalls(layer.q, layer.k, layer.v), SeparateCalls(layer.gate, layer.up)
-        block = FusedBlock(block, qkv, qkv, FusedMlp(gate_up, gate_up), MAX_FUSED_TOKENS)
+        block = fused_attention_block(block, qkv, qkv, FusedMlp(gate_up, gate_up))
     x = torch.randn(2, 6, HIDDEN)
     _, want = run(block, x, batch(6))
     before, kept = layer.call_counts(), LastKV()
@@ -229,7 +235,7 @@ class AddOne(FusedLayer):
 def fused_block(fused_layer: FusedLayer | None) -> FusedBlock:
     layer = CountingLayer(False)
     linear = SeparateCalls(layer.q)
-    block = FusedBlock(layer.block, linear, linear, FusedMlp(linear, linear), MAX_FUSED_TOKENS)
+    block = fused_attention_block(layer.block, linear, linear, FusedMlp(linear, linear))
     assert block.fused_layer is None, "the default of FusedLinear.fuse_layer"
     block.fused_layer = fused_layer
     return block

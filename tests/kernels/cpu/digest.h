@@ -1,4 +1,4 @@
-/* What the cases of digest_linear.h, digest_layers.h and digest_recurrent.h share: random numbers, memory and digests. */
+/* What the cases of digest_*.h share: random numbers, memory and digests. */
 
 #ifndef DIGEST_H
 #define DIGEST_H
