@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import spec
-from ..spec.tensor_names import LAYER_PREFIX, KeyRename, RowRange, TensorLocation, TensorNames
+from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames, interleaved_rows
 from .common import (
     LANGUAGE_MODEL_PREFIXES,
     attention,
@@ -121,12 +121,9 @@ def hybrid_layer_types(c: ConfigReader) -> list[str]:
 
 def gated_query(attn: spec.Attention) -> dict[str, TensorLocation]:
     """Locations of q and of the output gate, stored head by head in one matrix."""
-    key, d = LAYER_PREFIX + "self_attn.q_proj", attn.head_dim
-    starts = range(0, 2 * d * attn.heads, 2 * d)
-    return {
-        "attn__q": TensorLocation(key, rows=tuple((start, start + d) for start in starts)),
-        "attn__gate": TensorLocation(key, rows=tuple((start + d, start + 2 * d) for start in starts)),
-    }
+    rows = interleaved_rows({"q": attn.head_dim, "gate": attn.head_dim}, attn.heads)
+    key = LAYER_PREFIX + "self_attn.q_proj"
+    return {f"attn__{part}": TensorLocation(key, rows=spans) for part, spans in rows.items()}
 
 
 def delta_net_locations(delta: spec.DeltaNet) -> dict[str, TensorLocation]:
@@ -149,21 +146,15 @@ def interleaved_delta_locations(delta: spec.DeltaNet) -> dict[str, TensorLocatio
     """Qwen3-Next's two fused matrices: for each key head its q, k, v and z, and its b and a."""
     share = delta.value_heads // delta.key_heads
     values = share * delta.value_dim
-    parts = {"q": delta.key_dim, "k": delta.key_dim, "v": values, "z": values}
-    return {
-        **_interleaved("linear_attn.in_proj_qkvz", parts, delta.key_heads),
-        **_interleaved("linear_attn.in_proj_ba", {"b": share, "a": share}, delta.key_heads),
+    widths = {
+        "in_proj_qkvz": {"q": delta.key_dim, "k": delta.key_dim, "v": values, "z": values},
+        "in_proj_ba": {"b": share, "a": share},
     }
-
-
-def _interleaved(key: str, parts: dict[str, int], heads: int) -> dict[str, TensorLocation]:
-    """Locations of parts with these widths, repeated one after the other for each head."""
-    found, first, stride = {}, 0, sum(parts.values())
-    for part, width in parts.items():
-        rows: tuple[RowRange, ...] = tuple((h * stride + first, h * stride + first + width) for h in range(heads))
-        found[f"delta__{part}"] = TensorLocation(LAYER_PREFIX + key, rows=rows)
-        first += width
-    return found
+    return {
+        f"delta__{part}": TensorLocation(f"{LAYER_PREFIX}linear_attn.{key}", rows=spans)
+        for key, parts in widths.items()
+        for part, spans in interleaved_rows(parts, delta.key_heads).items()
+    }
 
 
 OLMO_DELTA_NORM_EPS = 1e-5
@@ -323,16 +314,14 @@ def kimi_locations(attn: spec.LatentAttention) -> Locations:
     """Locations of both kinds of attention: published files have some names that transformers changes."""
     prefix = LAYER_PREFIX + "self_attn."
     forget = prefix + "forget_gate."
-    stride = attn.nope_dim + attn.value_dim
-    starts = range(0, attn.heads * stride, stride)
+    kv_b = interleaved_rows({"k": attn.nope_dim, "v": attn.value_dim}, attn.heads)
     return {
         "attn__q_down": TensorLocation(prefix + "q_a_proj"),
         "attn__q_latent_norm": TensorLocation(prefix + "q_a_layernorm"),
         "attn__q_up": TensorLocation(prefix + "q_b_proj"),
         "attn__kv_down": TensorLocation(prefix + "kv_a_proj_with_mqa"),
         "attn__kv_latent_norm": TensorLocation(prefix + "kv_a_layernorm"),
-        "attn__k_up": TensorLocation(prefix + "kv_b_proj", rows=tuple((s, s + attn.nope_dim) for s in starts)),
-        "attn__v_up": TensorLocation(prefix + "kv_b_proj", rows=tuple((s + attn.nope_dim, s + stride) for s in starts)),
+        **{f"attn__{part}_up": TensorLocation(prefix + "kv_b_proj", rows=spans) for part, spans in kv_b.items()},
         **{f"delta__{part}": TensorLocation(f"{prefix}{part}_proj") for part in "qkvbo"},
         **{f"delta__{part}_conv": TensorLocation(f"{prefix}{part}_conv1d") for part in "qkv"},
         "delta__conv": TensorLocation(prefix + "conv1d"),

@@ -14,6 +14,7 @@ family only has fused may also be stored alone, under the fused tensor's key and
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -60,6 +61,15 @@ class TensorLocation:
             (expert * self.rows_per_expert, (expert + 1) * self.rows_per_expert) if self.rows_per_expert else None
         )
         return replace(self, key=key, expert_rows=expert_rows)
+
+
+def interleaved_rows(widths: Mapping[str, int], heads: int) -> dict[str, tuple[RowRange, ...]]:
+    """The rows of parts of these widths, of a matrix that stores all parts of a head after the other, head by head."""
+    found, first, stride = {}, 0, sum(widths.values())
+    for part, width in widths.items():
+        found[part] = tuple((h * stride + first, h * stride + first + width) for h in range(heads))
+        first += width
+    return found
 
 
 LAYER_PREFIX = "model.layers.{i}."
