@@ -1,4 +1,4 @@
-"""The CUDA backend, in float16: packed weights, experts made of them, and the attention of few new tokens.
+"""The CUDA backend, in float16: packed weights, experts made of them, attention of few new tokens, recurrent mixers.
 
 Few rows are multiplied straight from codes; for many, the weight is dequantised and multiplied by cuBLAS.
 """
@@ -24,6 +24,7 @@ from .gemm_m16 import ACTIVATIONS, RmsNorm
 from .gemm_m64 import MAX_M64, GemmDispatch
 from .module_cache import ModuleCache, bindings
 from .moe import CudaMoe, MoeGemm
+from .recurrent import CudaDeltaNet, CudaMamba2, CudaShortConv
 from .repack import GpuRepacker, repack
 from .tuning import GemmShape, TuneCache, tuned_file
 from .weight_tile import MmaWeight, unify_groups
@@ -91,7 +92,7 @@ class CudaFusedLinear(b.FusedLinear):
 
 
 class CudaBackend:
-    """Packed weights, experts and the attention of few tokens on one GPU; everything else is declined."""
+    """Packed weights, experts, attention of few tokens and recurrent mixers on one GPU; all else is declined."""
 
     name = "cuda"
     max_fused_tokens = b.FUSE_MAX_TOKENS
@@ -182,6 +183,18 @@ class CudaBackend:
         _share_layout(own, (*gate_up_weights, *down_weights))
         return CudaMoe(moe, gate_up_gemm, down_gemm, (gate, up, down), self._fallback.gated(moe.act))
 
+    def delta_net(self, mixer: spec.DeltaNet, params: b.DeltaNetParams) -> b.DeltaNetFn:
+        """One launch for few tokens, three for many."""
+        return CudaDeltaNet(self._modules, mixer, params)
+
+    def mamba2(self, mixer: spec.Mamba2, params: b.Mamba2Params) -> b.Mamba2Fn:
+        """One launch for few tokens, three for many."""
+        return CudaMamba2(self._counters, mixer, params)
+
+    def short_conv(self, mixer: spec.ShortConv, conv: Tensor, bias: Tensor | None) -> b.ShortConvFn:
+        """One launch."""
+        return CudaShortConv(self._modules, mixer, conv, bias)
+
     def tune_spaces(self, run: Callable[[], object]) -> list[GemmShape]:
         """The shapes of the GEMMs that `run` launches."""
         return self._tune_cache.shapes_used(run)
@@ -191,9 +204,9 @@ class CudaBackend:
         return self._tune_cache.save([space for space in spaces if isinstance(space, GemmShape)])
 
     def _declined(self, *_: Any, **__: Any) -> Any:
-        raise Unsupported("only packed matrices, experts and attention")
+        raise Unsupported("only packed matrices, experts, attention and recurrent mixers")
 
-    embedding = norm = add_norm = activation = gated = rope = delta_net = mamba2 = short_conv = _declined
+    embedding = norm = add_norm = activation = gated = rope = _declined
 
 
 def _share_layout(linears: Sequence[CudaLinear], weights: Sequence[MmaWeight]) -> None:
