@@ -72,9 +72,16 @@ def test_a_table_is_also_the_head(backend: CpuBackend) -> None:
     assert backend._embeddings[weight] is held
 
 
+@pytest.mark.parametrize("outputs", [1, 4, 12])
+def test_outputs_are_padded_to_whole_tiles(backend: CpuBackend, outputs: int) -> None:
+    weight = DenseWeight(torch.randn(outputs, 32).half().float(), torch.randn(outputs))
+    x, linear = torch.randn(1, 9, 32), backend.linear(weight)
+    y = linear(x)
+    torch.testing.assert_close(y, F.linear(x, weight.data, weight.bias), rtol=1e-5, atol=1e-5)
+    assert torch.equal(y, torch.cat([linear(x[:, i : i + 1]) for i in range(9)], 1))
+
+
 def test_what_is_left_to_plain_torch(backend: CpuBackend) -> None:
-    with pytest.raises(Unsupported, match="tiles of 8 by 16"):
-        backend.linear(DenseWeight(torch.zeros(12, 16)))
     with pytest.raises(Unsupported, match="tiles of 8 by 16"):
         backend.linear(DenseWeight(torch.zeros(16, 24)))
     with pytest.raises(Unsupported, match="those of a head"):
@@ -82,7 +89,7 @@ def test_what_is_left_to_plain_torch(backend: CpuBackend) -> None:
 
 
 def test_a_arena_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole lines, all zero, nobody's twice, and memory of its own for what is beyond it."""
+    """Whole lines, all zero, none of them shared, and memory of its own for what is beyond it."""
     monkeypatch.setattr("exlm.kernels.cpu.arena.MAX_HUGE_BYTES", 2**20)
     arena = HugePageArena()
     parts = [arena.allocate(size) for size in (1, 64, 100_000, 65, 2**20, 7)]

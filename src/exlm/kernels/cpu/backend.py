@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ... import spec
@@ -25,9 +26,9 @@ from ..reference import ReferenceBackend
 from .arena import HugePageArena
 from .attention import BatchArgsCache, CpuRotaryEmbedding, PagedAttention
 from .bindings import load
-from .ops import FusedLinear, PackedEmbedding, PackedLinear, RmsNorm, silu_mul
+from .ops import FusedLinear, PackedEmbedding, PackedLinear, PaddedLinear, RmsNorm, silu_mul
 from .recurrent import CpuDeltaNet, CpuMamba2, CpuShortConv
-from .repack import PackedMatrix, pack_dense, repack_panels
+from .repack import FLOAT_TILE_N, PackedMatrix, pack_dense, repack_panels
 
 
 class CpuBackend:
@@ -49,7 +50,14 @@ class CpuBackend:
         self._embeddings: WeakKeyDictionary[Weight, PackedMatrix] = WeakKeyDictionary()
 
     def linear(self, weight: Weight) -> interface.LinearFn:
-        """A quantised matrix in panels, or a dense one in 12 or 16 bits a number."""
+        """A quantised matrix in panels, or a dense one in 12 or 16 bits a number.
+
+        A dense one with few outputs, such as the decay of a delta net or the gate of a shared expert, is padded.
+        """
+        if isinstance(weight, DenseWeight) and (missing := -weight.out_features % FLOAT_TILE_N):
+            bias = None if weight.bias is None else F.pad(weight.bias, (0, missing))
+            padded = DenseWeight(F.pad(weight.data, (0, 0, 0, missing)), bias)
+            return PaddedLinear(PackedLinear(self._library, self._pack(padded)), weight.out_features)
         return PackedLinear(self._library, self._embeddings.get(weight) or self._pack(weight))
 
     def embedding(self, weight: Weight) -> interface.EmbeddingFn:

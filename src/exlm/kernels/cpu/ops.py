@@ -42,6 +42,18 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, eq=False)
+class PaddedLinear:
+    """A matrix whose outputs were padded to whole tiles."""
+
+    inner: PackedLinear
+    outputs: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(…, inputs) → (…, outputs), float32."""
+        return self.inner(x)[..., : self.outputs].contiguous()
+
+
+@dataclass(frozen=True, eq=False)
 class PackedEmbedding:
     """Embedding lookup in a packed matrix, in the precision its format defines."""
 
