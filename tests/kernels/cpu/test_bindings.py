@@ -142,7 +142,7 @@ def test_a_failed_build_leaves_nothing(
     with pytest.raises(compile_.BuildError, match="sorry"):
         compile_.compile_library("plain", tmp_path / "made" / "x.so")
     assert list((tmp_path / "made").iterdir()) == []
-    assert "compiling the kernels for processors with plain" in caplog.text  # so that nobody wonders
+    assert "compiling the kernels for processors with plain" in caplog.text  # the log explains a slow start
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
