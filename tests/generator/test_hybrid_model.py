@@ -237,6 +237,9 @@ def test_forward_goes_back_by_one_call_only(model: Model, text: list[int]) -> No
         model.forward(ids[:, 20:30], cache)
     cache.reset()
     assert torch.allclose(model.forward(ids, cache)[:, 50:], first, atol=1e-5)
+    clone = cache.clone()
+    following = model.forward(ids[:, :5], cache)
+    assert torch.equal(model.forward(ids[:, :5], clone), following)
     for refused in (cache.roll_left, lambda: cache.copy_states(cache, 0, 1, 0, 1, 0, 1, 0, 1)):
         with pytest.raises(Unsupported, match="recurrent state"):
             refused()

@@ -258,6 +258,8 @@ class CacheBase(ABC):
                 f"states after {' and '.join(str(n) for n in sorted(set(self._state_lengths)))} tokens. Start again "
                 "with cache.reset(), or take back only what the last call of forward added."
             )
+        if not past:
+            self._state_lengths = [0, 0]  # of a sequence that ended
         source_half = self._state_lengths.index(past) if past else 1
         target_half = 1 - source_half
         self._state_lengths[target_half] = past + tokens
@@ -363,6 +365,7 @@ class CacheBase(ABC):
     def clone(self) -> Self:
         """A deep copy; of a lazy cache that is not allocated, another such cache."""
         clone = copy.copy(self)
+        clone._state_lengths = [*self._state_lengths]
         clone._layers = None if self._layers is None else [layer.clone() for layer in self._layers]
         if self.allocated and (replicator := self.model.cache_replicator) is not None:
             replicator.replicate_clone(self, clone)
