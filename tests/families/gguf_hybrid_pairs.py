@@ -185,7 +185,7 @@ PAIRS: dict[str, tuple[str, Table, str, Table]] = {
     ),
     "granitehybrid, dense, with RoPE": (
         "granitehybrid",
-        {**MAMBA, "attention.head_count_kv": KV_LIST, "rope.scaling.finetuned": True, "rope.dimension_count": 32},
+        {**MAMBA, "attention.head_count_kv": KV_LIST, "attention.head_count": [0, 4, 0, 0], "rope.dimension_count": 32},
         "GraniteMoeHybridForCausalLM",
         {
             **MAMBA_CONFIG,

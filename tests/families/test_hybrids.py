@@ -87,6 +87,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": None, "linear_attn_config": KIMI_LISTS | {"kda_layers": [1, 2, 3]}},
         "1 of them twice",
     ),
+    ("kimi-linear", {"mla_use_nope": False}, r'"mla_use_nope" must be True, the only one known'),
     ("kimi-linear", {"attention_bias": True}, r'"attention_bias" must be false with latent attention'),
     ("kimi-linear", {"moe_router_activation_func": "softmax"}, "must be 'sigmoid', the only one known"),
     ("kimi-linear", {"v_head_dim": 25}, "values of 25 dimensions do not fit in the cache of keys of 24"),

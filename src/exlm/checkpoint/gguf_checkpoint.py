@@ -319,12 +319,9 @@ class GgufCheckpoint(Checkpoint):
             errors.copy(data, copied)
             errors.check(info, copied)
             weight = DenseWeight(copied)
-        weight = self._with_model_inputs(role, weight)
-        if isinstance(weight, DenseWeight):
-            return weight.to(request.device)
-        if scale != 1.0:
+        elif scale != 1.0:
             raise Unsupported(f"{info}: {info.dtype} with a factor for the whole of {role} cannot be read.")
-        return weight.to(request.device)
+        return self._with_model_inputs(role, weight).to(request.device)
 
     def _read_transposed(self, info: TensorInfo, request: MatrixRequest) -> DenseWeight:
         """A matrix stored (heads, inputs, outputs of a head)."""

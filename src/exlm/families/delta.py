@@ -244,6 +244,7 @@ def kimi_latent_attention(c: ConfigReader) -> spec.LatentAttention:
     """MLA without rotary positions."""
     if c.flag("attention_bias", default=False):
         raise c.invalid_value("attention_bias", "false with latent attention", True)
+    required_value(c, "mla_use_nope", True)
     heads = c.size("num_attention_heads")
     if c.size("num_key_value_heads", default=heads) != heads:
         raise c.invalid_value("num_key_value_heads", f"{heads}, one for each head", c.get("num_key_value_heads"))

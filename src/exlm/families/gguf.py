@@ -119,6 +119,16 @@ class GgufConfigReader:
         return count - extra
 
     @property
+    def num_heads(self) -> int:
+        """Attention heads; of a hybrid, those of the layers with attention."""
+        if self.arch not in HYBRIDS:
+            return self.size("attention.head_count")
+        found = self.size_in_some_layers("attention.head_count")
+        if found is None:
+            raise self.invalid_value("attention.head_count", "a number of at least 1", self.get("attention.head_count"))
+        return found
+
+    @property
     def num_draft_layers(self) -> int:
         """Layers for multi-token prediction."""
         return self.optional_size("nextn_predict_layers") or 0
@@ -165,7 +175,7 @@ class GgufConfigReader:
         stated = self.optional_size("attention.key_length")
         if stated is not None:
             return stated
-        hidden, heads = self.size("embedding_length"), self.size("attention.head_count")
+        hidden, heads = self.size("embedding_length"), self.num_heads
         if hidden % heads:
             raise self.invalid_value(
                 "attention.key_length", f"present: {heads} heads cannot share {hidden} evenly", None
@@ -199,7 +209,7 @@ def _common_keys(k: GgufConfigReader) -> dict[str, Any]:
         "intermediate_size": read_width("feed_forward_length"),
         "num_hidden_layers": k.num_layers,
         "num_nextn_predict_layers": k.num_draft_layers or None,
-        "num_attention_heads": k.size("attention.head_count"),
+        "num_attention_heads": k.num_heads,
         "num_key_value_heads": read_kv_heads("attention.head_count_kv"),
         "head_dim": head_dim,
         "max_position_embeddings": k.size("context_length"),
@@ -483,7 +493,7 @@ def _sigmoid_routing(k: GgufConfigReader) -> dict[str, Any]:
 
 
 def _granitehybrid(k: GgufConfigReader) -> dict[str, Any]:
-    has_rope = bool(k.flag("rope.scaling.finetuned"))
+    has_rope = k.flag("rope.scaling.finetuned") is not False  # the key that switches RoPE; on where it is absent
     rotary_dim = k.optional_size("rope.dimension_count")
     if has_rope and rotary_dim not in (None, k.head_dim):
         raise k.invalid_value(
@@ -547,7 +557,7 @@ def _lfm2moe(k: GgufConfigReader) -> dict[str, Any]:
 
 
 def _kimi_linear(k: GgufConfigReader) -> dict[str, Any]:
-    heads, rope_dim = k.size("attention.head_count"), k.size("rope.dimension_count")
+    heads, rope_dim = k.num_heads, k.size("rope.dimension_count")
     nope_dim = k.size("attention.key_length_mla") - rope_dim
     if nope_dim < 1:
         raise k.invalid_value("attention.key_length_mla", f"more than {rope_dim}, the shared part of a key", nope_dim)
