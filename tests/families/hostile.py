@@ -27,6 +27,7 @@ from exlm.families.gguf import config_from_metadata
 from exlm.kernels.reference import frequencies
 from exlm.spec.model import matrices
 from tests.checkpoint.gguf_models import VARIANTS, metadata
+from tests.families import gguf_hybrid_pairs
 from tests.models.zoo_cases import CASES, Case
 from tests.models.zoo_recipes import GEMMA, LLAMA, RECIPES, deep_merge
 
@@ -186,8 +187,11 @@ def ggufs() -> Iterator[Attempt]:
         use_spec(build_spec(ConfigReader(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"]))))
         gguf_conversion(table, "x.gguf")
 
-    for variant, (arch, _) in VARIANTS.items():
-        recorder = RecordingDict(metadata(variant) | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()})
+    tables = {variant: metadata(variant) for variant in VARIANTS}
+    tables |= {name: gguf_hybrid_pairs.metadata(name) for name in gguf_hybrid_pairs.PAIRS}
+    for variant, table in tables.items():
+        arch = table["general.architecture"]
+        recorder = RecordingDict(table | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()})
         read(recorder)
         for key in sorted(recorder.looked_up | set(recorder)):
             for value in [*HOSTILE, 2**64 - 1, [2**63] * 4, [True] * 2, ["a"] * 3]:

@@ -12,8 +12,9 @@ import torch
 from exlm import spec
 from exlm.errors import ConfigError, UnknownArchitecture
 from exlm.families import ConfigReader, build_spec
-from exlm.families.gguf import ARCHITECTURES, config_from_metadata
+from exlm.families.gguf import ARCHITECTURES, HYBRIDS, config_from_metadata
 from exlm.kernels.reference import frequencies
+from tests.families import gguf_hybrid_pairs
 
 
 def as_float32(value: float) -> float:
@@ -204,6 +205,13 @@ def spec_of(values: dict[str, Any], **more: Any) -> spec.Model:
     return build_spec(ConfigReader(config, "model.gguf"))
 
 
+@pytest.mark.parametrize("name", gguf_hybrid_pairs.PAIRS)
+def test_a_hybrid_in_gguf_and_its_config_json_give_the_same_spec(name: str) -> None:
+    model = spec_of(gguf_hybrid_pairs.metadata(name))
+    assert model == build_spec(ConfigReader(gguf_hybrid_pairs.config(name)))
+    assert model.is_recurrent
+
+
 @pytest.mark.parametrize("name", CONFIG_PAIRS)
 def test_gguf_and_config_json_give_the_same_spec(name: str) -> None:
     values, config = CONFIG_PAIRS[name]
@@ -211,7 +219,10 @@ def test_gguf_and_config_json_give_the_same_spec(name: str) -> None:
 
 
 def test_every_architecture_has_a_pair() -> None:
-    assert {values["general.architecture"] for values, _ in CONFIG_PAIRS.values()} == set(ARCHITECTURES)
+    found = {values["general.architecture"] for values, _ in CONFIG_PAIRS.values()}
+    hybrids = {arch for arch, *_ in gguf_hybrid_pairs.PAIRS.values()}
+    assert hybrids == set(HYBRIDS)
+    assert found | hybrids == set(ARCHITECTURES)
 
 
 def test_phi3s_factors_come_as_tensors() -> None:
@@ -328,8 +339,31 @@ def test_the_vocabulary_may_be_only_a_number() -> None:
 
 @pytest.mark.parametrize("arch", ["mamba", None, 7])
 def test_unknown_architectures_are_not_guessed(arch: Any) -> None:
-    with pytest.raises(UnknownArchitecture, match=r"m\.gguf.*Known: gemma, gemma2, gemma3, llama, phi3, qwen2"):
+    with pytest.raises(UnknownArchitecture, match=r"m\.gguf.*Known: falcon-h1, gemma, gemma2, gemma3, granite"):
         config_from_metadata({"general.architecture": arch}, "m.gguf")
+
+
+HYBRID_COMPLAINTS: list[tuple[str, dict[str, Any], str]] = [
+    ("nemotron_h", {"attention.head_count_kv": [0, 0, 2]}, r"a number, or one for each of 4 layers, found \[0, 0, 2\]"),
+    ("nemotron_h", {"attention.head_count_kv": [0, 1, 2, 0]}, "the same for every layer that has one"),
+    ("nemotron_h", {"attention.head_count_kv": [0, -1, 2, 0]}, "whole numbers"),
+    ("nemotron_h", {"ssm.inner_size": 100}, r"ssm\.inner_size.*a multiple of 8, found 100"),
+    ("nemotron_h", {"block_count": 10**6}, r"block_count.*at most 4096, found 1000000"),
+    ("granitehybrid", {"ssm.inner_size": 96}, r"ssm\.inner_size.*a multiple of embedding_length, found 96"),
+    ("granitehybrid", {"rope.scaling.finetuned": True, "rope.dimension_count": 16}, "the whole head .Bamba comes as"),
+    ("granitehybrid", {"rope.scaling.finetuned": 3}, "true or false, found 3"),
+    ("kimi-linear", {"attention.key_length_mla": 8}, "more than 8, the shared part of a key"),
+    ("qwen35", {"nextn_predict_layers": 5}, r"nextn_predict_layers.*less than the 5 layers, found 5"),
+    ("qwen3next with a list", {"attention.recurrent_layers": [1]}, "one entry for each of 4 layers"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "complaint"), HYBRID_COMPLAINTS)
+def test_invalid_metadata_of_hybrids_is_named(name: str, changes: dict[str, Any], complaint: str) -> None:
+    values = gguf_hybrid_pairs.metadata(name)
+    arch = values["general.architecture"]
+    with pytest.raises(ConfigError, match=complaint):
+        spec_of(values | {f"{arch}.{key}": value for key, value in changes.items()})
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,12 @@ def _cut_convolutions(tensors: Tensors) -> Tensors:
     return result
 
 
+def _dense_kimi_layers(tensors: Tensors) -> Tensors:
+    """Published files call the MLP of a dense layer `mlp`, and only experts `block_sparse_moe`."""
+    dense = tuple(f".block_sparse_moe.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return {key.replace(".block_sparse_moe.", ".mlp.") if key.endswith(dense) else key: t for key, t in tensors.items()}
+
+
 IMAGE_IDS: Config = {"image_token_id": 120, "video_token_id": 121}
 SPAN_IDS: Config = {"vision_start_token_id": 122, "vision_end_token_id": 123}
 PIXTRAL: Config = {
@@ -344,6 +350,7 @@ RECIPES: dict[str, Recipe] = {
             "routed_scaling_factor": 1.6,
         },
         active=2,
+        rename_tensors=_dense_kimi_layers,
     ),
     "OlmoHybridForCausalLM": Recipe(
         "OlmoHybridConfig",

@@ -136,6 +136,7 @@ def delta_net_locations(delta: spec.DeltaNet) -> dict[str, TensorLocation]:
         **{f"delta__{part}": TensorLocation(f"{prefix}in_proj_{part}") for part in "zba"},
         "delta__o": TensorLocation(prefix + "out_proj"),
         "delta__conv": TensorLocation(prefix + "conv1d"),
+        **{f"delta__{part}_conv": TensorLocation(f"{prefix}{part}_conv1d") for part in "qkv"},
         "delta__norm": TensorLocation(prefix + "norm"),
         "delta__a_log": TensorLocation(prefix + "A_log", without_suffix=True),
         "delta__dt_bias": TensorLocation(prefix + "dt_bias", without_suffix=True),
@@ -243,6 +244,7 @@ def kimi_latent_attention(c: ConfigReader) -> spec.LatentAttention:
     """MLA without rotary positions."""
     if c.flag("attention_bias", default=False):
         raise c.invalid_value("attention_bias", "false with latent attention", True)
+    required_value(c, "mla_use_nope", True)
     heads = c.size("num_attention_heads")
     if c.size("num_key_value_heads", default=heads) != heads:
         raise c.invalid_value("num_key_value_heads", f"{heads}, one for each head", c.get("num_key_value_heads"))

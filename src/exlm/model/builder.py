@@ -411,7 +411,7 @@ class Builder:
     def conv_weight(self, role: str, widths: dict[str, int], kernel: int) -> Tensor:
         """(channels, kernel) weights of a causal convolution: stored as one, or one for each part in this order."""
         parts = {"conv": sum(widths.values())}
-        if not self.checkpoint.has(role + "conv"):
+        if len(widths) > 1 and self.checkpoint.has(f"{role}{next(iter(widths))}_conv"):
             parts = {f"{part}_conv": width for part, width in widths.items()}
         stored = (self.parameter(role + part, ((n, 1, kernel), (n, kernel))) for part, n in parts.items())
         return torch.cat([weight.view(-1, kernel) for weight in stored])
