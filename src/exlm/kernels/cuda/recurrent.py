@@ -142,7 +142,7 @@ class _Conv:
 
     def defines(self) -> dict[str, int]:
         """The -D constants of recurrent.h."""
-        return {"CONV_KERNEL": self._weight.shape[1], "CONV_BIAS": int(self._bias is not None)}
+        return {"CONV_KERNEL": self._weight.shape[1], "CONV_BIAS": int(self._bias is not None), "NO_FMAD": 1}
 
     def params(self, state: b.RecurrentState | None) -> _CausalConv:
         """Its part of a launch's parameters."""
