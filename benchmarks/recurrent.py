@@ -163,14 +163,14 @@ def scan_configs(mixer: Mixer) -> Iterator[tuple[str, cuda.ScanConfig | None]]:
         (mixer.value_dim, mixer.key_dim) if isinstance(mixer, spec.DeltaNet) else (mixer.head_dim, mixer.state_dim)
     )
     base = SCANS[type(mixer)]
-    for threads, per_thread, warps, stage in product((4, 8, 16), (1, 2, 4), (1, 2, 4, 8), (4, 8)):
-        scan = replace(base, line_threads=threads, lines=per_thread, max_warps=warps, stage_tokens=stage)
+    for threads, per_thread, warps in product((4, 8, 16), (1, 2, 4), (1, 2, 4, 8)):
+        scan = replace(base, line_threads=threads, lines=per_thread, max_warps=warps)
         try:
             scan.check(lines, length)
         except Unsupported:
             continue
         if scan.scan_warps(lines) == warps:
-            yield f"{threads} threads x {per_thread} lines, {warps} warps, {stage} tokens", scan
+            yield f"{threads} threads x {per_thread} lines, {warps} warps", scan
 
 
 def main() -> None:
