@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -56,7 +57,8 @@ class Layer:
     def __init__(self, counters: SplitCounters, mixer: Mixer, scan: cuda.ScanConfig | None = None) -> None:
         self.mixer, self.device = mixer, counters.modules.device
         plain = ReferenceBackend(self.device, torch.float32)
-        fast: Callable[..., Tensor]
+        fast: Any  # a kernel of one of three signatures
+        slow: Any
         if isinstance(mixer, spec.DeltaNet):
             channels = 2 * mixer.key_width + mixer.value_width
             delta = b.DeltaNetParams(
@@ -66,13 +68,15 @@ class Layer:
                 self._randn(mixer.value_dim),
             )
             fast = cuda.CudaDeltaNet(counters.modules, mixer, delta, scan or cuda.DELTA_NET_SCAN)
-            slow: Callable[..., Tensor] = plain.delta_net(mixer, delta)
+            slow = plain.delta_net(mixer, delta)
             self.widths = [channels, mixer.value_width, mixer.decay_width, mixer.value_heads]
         elif isinstance(mixer, spec.Mamba2):
             mamba = b.Mamba2Params(
                 self._randn(mixer.conv_channels, mixer.conv_kernel),
                 self._randn(mixer.conv_channels),
-                *(self._randn(mixer.heads) for _ in range(3)),
+                self._randn(mixer.heads),
+                self._randn(mixer.heads),
+                self._randn(mixer.heads),
                 self._randn(mixer.width),
             )
             fast = cuda.CudaMamba2(counters, mixer, mamba, scan or cuda.MAMBA2_SCAN)
