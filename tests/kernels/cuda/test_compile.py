@@ -92,6 +92,11 @@ def test_dequantize_compiles(target: str, layout: TileLayout) -> None:
     )
 
 
+def test_sources_that_fuse_products_by_themselves_are_compiled_so() -> None:
+    assert compile_options((("NO_FMAD", 1), ("KEY_DIM", 64))) == ["-DNO_FMAD=1", "-DKEY_DIM=64", "--fmad=false"]
+    assert compile_options((("KEY_DIM", 64),)) == ["-DKEY_DIM=64"]
+
+
 def test_a_ctypes_mirror_of_another_size_does_not_compile() -> None:
     chosen = dequantize.dequantize_defines(EXL2, 4)
     chosen["SIZEOF_DequantTarget"] += 8
