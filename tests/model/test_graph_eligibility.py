@@ -42,6 +42,15 @@ def test_backends_decide_whether_graphs_are_captured(
     assert LoadedModel(config, cast(Any, None), (), (backends,) * 4).max_graph_tokens == tokens
 
 
+@pytest.mark.parametrize("mixer", ["delta", "mamba", "conv"])
+@pytest.mark.parametrize(("backend", "tokens"), [("cuda", MAX_GRAPH_TOKENS), ("reference", 0)])
+def test_recurrent_mixers_decide_too(tmp_path: Path, mixer: str, backend: str, tokens: int) -> None:
+    config = Config(write_model_folder(tmp_path, SHAPES["tiny"], 64)).freeze()
+    records = [DispatchRecord("layers.0.attn", "cuda", ""), DispatchRecord(f"layers.1.{mixer}", backend, "")]
+    backends = BackendList([ReferenceBackend(CPU, torch.float16)], records)
+    assert LoadedModel(config, cast(Any, None), (), (backends,) * 4).max_graph_tokens == tokens
+
+
 def test_larger_batches_are_not_captured() -> None:
     graphs = CudaGraphRunner(lambda batch: batch.ids[..., None], CPU, max_tokens=4)
     for rows, tokens, captured in ((4, 1, True), (2, 2, True), (5, 1, False), (2, 3, False)):

@@ -100,11 +100,12 @@ class LoadedModel:
         the host must know each expert's number of tokens.
         """
         backend_by_role = {one.role: one.backend for one in self.module_backends[0].records}
-        attention = {backend for role, backend in backend_by_role.items() if role.endswith(".attn")}
+        kernels = (".attn", ".delta", ".mamba", ".conv")
+        mixers = {backend for role, backend in backend_by_role.items() if role.endswith(kernels)}
         moe_layers = [i for i, one in enumerate(self.config.spec.layers) if isinstance(one.mlp, spec.Moe)]
         experts = {backend_by_role.get(f"layers.{i}.mlp") for i in moe_layers}
         one_device = len(set(map(id, self.module_backends))) == 1 and not self.num_ranks
-        synchronizes = attention - {"cuda", "triton"} or experts - {"cuda"}
+        synchronizes = mixers - {"cuda", "triton"} or experts - {"cuda"}
         if not one_device or synchronizes or legacy_switches().no_graphs:
             return 0
         return FUSE_MAX_TOKENS if experts else MAX_GRAPH_TOKENS

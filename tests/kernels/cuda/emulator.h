@@ -97,8 +97,6 @@ static inline uint16_t cvt_f16_f32(float number) { return half_bits(number); }
 static inline uint32_t cvt_f16x2_f32(float low, float high) { return half_bits(low) | (uint32_t)half_bits(high) << 16; }
 static inline float ex2_approx(float x) { return exp2f(x); }
 #define __expf expf
-static inline float __fmul_rn(float x, float y) { return x * y; }
-static inline float __fadd_rn(float x, float y) { return x + y; }
 static inline float __fdividef(float x, float y) { return x / y; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exlm import spec
 from exlm.formats.packed import PackedWeight
-from exlm.kernels.reference import ACTIVATIONS, ReferenceMoe
+from exlm.kernels.reference import ACTIVATIONS, ReferenceMoe, Router
 from tests.kernels.cuda.random_weights import matrix, segment
 
 Parts = list[tuple[int, list[int]]]
@@ -60,6 +60,12 @@ RECIPES = {
         [[(8, [32] * 5)], [(2, [32] * 5)]],
         [[(6, [16] * 2 + [8])]],
     ),
+    "sigmoids": Recipe(
+        spec.Moe(72, 45, 3, routing="sigmoid", selection_bias=True, weight_scale=2.5),
+        128,
+        [[(4, [128])]],
+        [[(4, [64, 8])]],
+    ),
 }
 
 
@@ -69,11 +75,13 @@ class Mixture:
 
     moe: spec.Moe
     weights: tuple[list[PackedWeight], list[PackedWeight], list[PackedWeight]]  # gate, up, down
+    selection_bias: Tensor | None = None
 
     def to(self, device: torch.device) -> Mixture:
         """The same elsewhere."""
         gate, up, down = ([one.to(device) for one in part] for part in self.weights)
-        return replace(self, weights=(gate, up, down))
+        bias = None if self.selection_bias is None else self.selection_bias.to(device)
+        return replace(self, weights=(gate, up, down), selection_bias=bias)
 
     def tokens(self, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Activations and logits; some experts are liked by many."""
@@ -91,7 +99,7 @@ class Mixture:
     @cached_property
     def _reference(self) -> ReferenceMoe:
         gate, up, down = ([partial(_product, one.dequantize(), one.bias) for one in p] for p in self.weights)
-        return ReferenceMoe(self.moe.active, self.moe.renormalize, ACTIVATIONS[self.moe.act], gate, up, down)
+        return ReferenceMoe(Router(self.moe, self.selection_bias), ACTIVATIONS[self.moe.act], gate, up, down)
 
 
 def mixture(name: str) -> Mixture:
@@ -101,7 +109,8 @@ def mixture(name: str) -> Mixture:
     experts = recipe.moe.experts
     sides = [_made(recipe, one, recipe.moe.width) for one in islice(cycle(recipe.sides), 2 * experts)]
     down = [_made(recipe, one, recipe.hidden) for one in islice(cycle(recipe.down), experts)]
-    return Mixture(recipe.moe, (sides[::2], sides[1::2], down))
+    bias = 0.5 * torch.randn(experts) if recipe.moe.selection_bias else None
+    return Mixture(recipe.moe, (sides[::2], sides[1::2], down), bias)
 
 
 def _made(recipe: Recipe, parts: Parts, outputs: int) -> PackedWeight:

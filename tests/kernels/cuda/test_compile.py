@@ -17,7 +17,13 @@ from exlm.kernels.artifact_cache import ArtifactCache, warn_once
 from exlm.kernels.cuda import dequantize, gemm_m64, module_cache
 from exlm.kernels.cuda.gemm_m16 import SOURCE, GemmM16, KernelVariant, TileConfig
 from exlm.kernels.cuda.gemm_m64 import TileConfigM64, m64_defines
-from exlm.kernels.cuda.module_cache import ModuleCache, compile_cached, compile_source, read_source
+from exlm.kernels.cuda.module_cache import (
+    ModuleCache,
+    compile_cached,
+    compile_options,
+    compile_source,
+    read_source,
+)
 from exlm.kernels.cuda.weight_tile import TileLayout
 from tests.kernels.cuda.random_weights import KINDS, weight
 from tests.kernels.cuda.repack_oracle import repack
@@ -53,7 +59,7 @@ M64_DEFINES = {
 
 
 def options(target: str, chosen: dict[str, int]) -> list[str]:
-    return [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{k}={v}" for k, v in chosen.items())]
+    return [f"--gpu-architecture={target}", "--std=c++17", *compile_options(tuple(chosen.items()))]
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +90,11 @@ def test_dequantize_compiles(target: str, layout: TileLayout) -> None:
     assert b"dequantize" in compile_source(
         read_source(dequantize.SOURCE), dequantize.SOURCE.name, options(target, chosen)
     )
+
+
+def test_sources_that_fuse_products_by_themselves_are_compiled_so() -> None:
+    assert compile_options((("NO_FMAD", 1), ("KEY_DIM", 64))) == ["-DNO_FMAD=1", "-DKEY_DIM=64", "--fmad=false"]
+    assert compile_options((("KEY_DIM", 64),)) == ["-DKEY_DIM=64"]
 
 
 def test_a_ctypes_mirror_of_another_size_does_not_compile() -> None:

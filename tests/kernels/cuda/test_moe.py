@@ -51,7 +51,8 @@ class Emulated(CudaBackend):
 
     def of(self, made: Mixture) -> b.MoeFn:
         """A mixture's kernel."""
-        return self.moe(made.moe, *([self.linear(one) for one in part] for part in made.weights))
+        parts = ([self.linear(one) for one in part] for part in made.weights)
+        return self.moe(made.moe, *parts, made.selection_bias)
 
     def named(self, name: str) -> tuple[Mixture, b.MoeFn]:
         """A mixture of a kind and its kernel, bound once."""
@@ -94,6 +95,16 @@ def test_of_equal_experts_the_first_are_chosen(backend: Emulated) -> None:
     first = torch.arange(made.moe.experts) < made.moe.active
     want = kernel(x, torch.where(first, 1.0, -1.0).half().expand_as(logits))
     assert kernel(x, logits * 0).equal(want)  # whatever the sign of zero
+
+
+def test_of_equal_scores_the_first_experts_are_chosen(backend: Emulated) -> None:
+    made, _ = backend.named("sigmoids")
+    flat = replace(made, selection_bias=torch.zeros(made.moe.experts))
+    kernel = backend.of(flat)
+    x, logits = made.tokens(3)
+    first = torch.arange(made.moe.experts) < made.moe.active
+    want = kernel(x, torch.where(first, 1.0, 0.5).half().expand_as(logits))
+    assert kernel(x, logits * 0 + 1).equal(want)
 
 
 def test_nonsense_stays_with_its_token(backend: Emulated) -> None:
@@ -149,6 +160,7 @@ def test_what_does_not_fit_together_is_left_to_fallback(backend: Emulated) -> No
         ((dense, up, down), made.moe, "not packed"),
         ((gate, up, down), replace(made.moe, act="relu2"), "relu2"),
         ((gate, other.weights[0][:9], down), made.moe, "kept in different ways"),
+        ((gate, up, down), replace(made.moe, routing_groups=2), "groups of experts"),
     ):
         chain = BackendList([backend, ReferenceBackend(backend.device, backend.dtype)])
         bound = [[chain.bind("w", "", lambda x, one=one: x.linear(one)) for one in part] for part in parts]
@@ -169,6 +181,10 @@ DEFINES = {
     "down, of several widths": {
         **KernelVariant((GGUF,)).m16_defines(8, TileConfig(4, 16, 2)),
         **moe_defines(60, 4, 0b111100),
+    },
+    "sigmoids": {
+        **KernelVariant((GPTQ,) * 2, act=1).m16_defines(8, TileConfig(2, 8)),
+        **moe_defines(256, 8, sigmoid=True),
     },
 }
 

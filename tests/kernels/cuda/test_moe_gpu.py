@@ -27,7 +27,8 @@ COUNTS = (b.FUSE_MAX_TOKENS, 1, 2, 3, 5, 8, 16, 17, 33)
 def bound(name: str, folder: Path) -> tuple[Mixture, b.MoeFn]:
     device = torch.device("cuda", 0)
     made, backend = mixture(name).to(device), CudaBackend(device, torch.float16, folder)
-    return made, backend.moe(made.moe, *([backend.linear(one) for one in p] for p in made.weights))
+    parts = ([backend.linear(one) for one in part] for part in made.weights)
+    return made, backend.moe(made.moe, *parts, made.selection_bias)
 
 
 @pytest.mark.parametrize("name", RECIPES)

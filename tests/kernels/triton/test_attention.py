@@ -43,6 +43,8 @@ SMALL = [
     Case("q4", HALF, 4, 2, 64, (130, 7), 20),
     Case("fp8", HALF, 2, 1, 64, (70,), 17),
     Case("q8", HALF, 2, 1, 64, (0, 0), 40),
+    Case("float", HALF, 6, 1, 256, (70,), 20),
+    Case("q8", HALF, 6, 1, 256, (70,), 3),
 ]
 LARGE = [
     Case(cache, dtype, heads, kv, head, pasts, tokens, window, cap, masked)

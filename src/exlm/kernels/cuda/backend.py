@@ -23,7 +23,7 @@ from .fused_layer import CudaFusedLayer, fuse_layer_kernels
 from .gemm_m16 import ACTIVATIONS, RmsNorm
 from .gemm_m64 import MAX_M64, GemmDispatch
 from .module_cache import ModuleCache, bindings
-from .moe import CudaMoe, MoeGemm
+from .moe import CudaMoe, MoeGemm, Routing
 from .recurrent import CudaDeltaNet, CudaMamba2, CudaShortConv
 from .repack import GpuRepacker, repack
 from .tuning import GemmShape, TuneCache, tuned_file
@@ -153,7 +153,7 @@ class CudaBackend:
     def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
         """Few new tokens here, many by the fallback."""
         if attn.head_dim not in HEAD_DIMS:
-            raise Unsupported(f"heads of {attn.head_dim} numbers, only of {HEAD_DIMS[0]} and {HEAD_DIMS[1]}")
+            raise Unsupported(f"heads of {attn.head_dim} numbers, only of {', '.join(map(str, HEAD_DIMS))}")
         return PagedDecodeAttention(self._counters, attn, rope, self._fallback.attention(attn, rope))
 
     def moe(
@@ -165,8 +165,8 @@ class CudaBackend:
         selection_bias: Tensor | None = None,
     ) -> b.MoeFn:
         """Packed experts, those of a layer in one layout."""
-        if moe.routing != "softmax" or selection_bias is not None or moe.routing_groups > 1 or moe.weight_scale != 1.0:
-            raise Unsupported("routing other than the softmax's largest")
+        if moe.routing_groups > 1 or (moe.routing == "softmax" and selection_bias is not None):
+            raise Unsupported("routing by groups of experts, or by a softmax with a bias")
         if not moe.gated:
             raise Unsupported("experts without gates")
         own = [linear for linear in (*gate, *up, *down) if isinstance(linear, CudaLinear)]
@@ -178,10 +178,12 @@ class CudaBackend:
         gate_up_weights = unify_groups(weights[: 2 * moe.experts])
         down_weights = unify_groups(weights[2 * moe.experts :])
         pairs = list(zip(gate_up_weights[: moe.experts], gate_up_weights[moe.experts :], strict=True))
-        gate_up_gemm = MoeGemm(self._modules, pairs, moe.active, moe.act)
-        down_gemm = MoeGemm(self._modules, [(weight,) for weight in down_weights], moe.active)
+        bias = None if selection_bias is None else selection_bias.to(self.device, torch.float32).contiguous()
+        routing = Routing(moe.routing == "sigmoid", bias)
+        gate_up_gemm = MoeGemm(self._modules, pairs, moe.active, moe.act, routing)
+        down_gemm = MoeGemm(self._modules, [(weight,) for weight in down_weights], moe.active, routing=routing)
         _share_layout(own, (*gate_up_weights, *down_weights))
-        return CudaMoe(moe, gate_up_gemm, down_gemm, (gate, up, down), self._fallback.gated(moe.act))
+        return CudaMoe(moe, gate_up_gemm, down_gemm, (gate, up, down), self._fallback.gated(moe.act), bias)
 
     def delta_net(self, mixer: spec.DeltaNet, params: b.DeltaNetParams) -> b.DeltaNetFn:
         """One launch for few tokens, three for many."""

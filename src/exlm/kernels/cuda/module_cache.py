@@ -123,8 +123,7 @@ def target(major: int, minor: int) -> str:
 
 def compile_cached(source: Path, defines: Defines, target: str, cache: ArtifactCache) -> bytes:
     """The cubin of a source for a target such as `sm_90a`; from the cache if an intact one is there."""
-    text = read_source(source)
-    choices = [f"-D{name}={value}" for name, value in defines]
+    text, choices = read_source(source), compile_options(defines)
     key = hashlib.sha256(b"\0".join([text, target.encode(), __version__.encode(), *map(str.encode, choices)]))
     name = f"{source.stem}-{target}-{key.hexdigest()[:24]}.cubin"
     for kept in cache.find(name):
@@ -132,6 +131,12 @@ def compile_cached(source: Path, defines: Defines, target: str, cache: ArtifactC
     image = compile_source(text, source.name, [f"--gpu-architecture={target}", "--std=c++17", *choices])
     cache.put(name, image)
     return image
+
+
+def compile_options(defines: Defines) -> list[str]:
+    """The -D constants; with NO_FMAD=1 among them, products are fused with sums only where the source calls fmaf."""
+    options = [f"-D{name}={value}" for name, value in defines]
+    return [*options, "--fmad=false"] if ("NO_FMAD", 1) in defines else options
 
 
 def read_source(source: Path) -> bytes:

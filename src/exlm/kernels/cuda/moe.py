@@ -43,16 +43,27 @@ class _SortedPair(ctypes.Structure):
 
 class _MoeParams(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("operands", "expert_bits", "logits", "x", "y")),
+        *((name, ctypes.c_void_p) for name in ("operands", "expert_bits", "logits", "bias", "x", "y")),
         *((name, ctypes.c_void_p) for name in ("packed_x", "sorted_pairs", "blocks")),
         *((name, ctypes.c_int) for name in ("inputs", "outputs", "row_words", "pairs")),
     )
 
 
-def moe_defines(experts: int, active: int, runtime_bits: int = 0) -> dict[str, int]:
+class Routing(NamedTuple):
+    """How a router's logits select experts, besides how many."""
+
+    sigmoid: bool = False  # scores are sigmoids of the logits; else softmax
+    bias: Tensor | None = None  # (experts,) float32: added to sigmoids where they are compared
+
+
+SOFTMAX = Routing()
+
+
+def moe_defines(experts: int, active: int, runtime_bits: int = 0, sigmoid: bool = False) -> dict[str, int]:
     """The -D constants of moe.cu, besides those of gemm_m16.h."""
     sizes = sizeof_defines(SortedPair=_SortedPair, MoeParams=_MoeParams)
-    return {"NUM_EXPERTS": experts, "TOP_K": active, "RUNTIME_BITS": runtime_bits, **sizes}
+    constants = {"NUM_EXPERTS": experts, "TOP_K": active, "RUNTIME_BITS": runtime_bits, "SIGMOID_ROUTING": int(sigmoid)}
+    return {**constants, **sizes}
 
 
 class AlignedPairs(NamedTuple):
@@ -74,12 +85,18 @@ class MoeGemm:
     """One GEMM of every expert. With `act` each has two weights, and the output is act(first) · second."""
 
     def __init__(
-        self, modules: ModuleCache, experts: Sequence[Sequence[MmaWeight]], active: int, act: str | None = None
+        self,
+        modules: ModuleCache,
+        experts: Sequence[Sequence[MmaWeight]],
+        active: int,
+        act: str | None = None,
+        routing: Routing = SOFTMAX,
     ) -> None:
         self._modules = modules
+        self._bias = routing.bias
         self._gemms = [_ExpertGemm(modules, weights, None, act) for weights in experts]
         self._active = active
-        self._defines = moe_defines(len(experts), active, self._unify_variants())
+        self._defines = moe_defines(len(experts), active, self._unify_variants(), routing.sigmoid)
         self._largest = max(self._gemms, key=lambda gemm: gemm.smem_bytes(1, TileConfig()))
         """Its configuration serves all experts."""
         active_weights = [weight for weights in experts[:active] for weight in weights]
@@ -116,7 +133,9 @@ class MoeGemm:
         """
         largest, pairs = self._largest, len(logits) * self._active
         out = x.new_empty(pairs, self.width)
-        params = _MoeParams(*(one.data_ptr() for one in (self._operands, self._expert_bits, logits, x, out)))
+        params = _MoeParams(*(one.data_ptr() for one in (self._operands, self._expert_bits, logits)))
+        params.bias = None if self._bias is None else self._bias.data_ptr()
+        params.x, params.y = x.data_ptr(), out.data_ptr()
         params.inputs, params.outputs, params.pairs = largest.in_features, self.width, pairs
         params.row_words = largest.k_tiles * TILE_K // 8
         rows, blocks, kept = 1, pairs, None
@@ -154,11 +173,12 @@ class CudaMoe:
         down: MoeGemm,
         linears: Sequence[Sequence[b.LinearFn]],
         gated: b.GatedActivationFn,
+        bias: Tensor | None = None,
     ) -> None:
         """`linears`: gate, up and down of every expert, for the tokens that are not multiplied straight from codes."""
         self._moe = moe
         self._gate_up, self._down = gate_up, down
-        self._linears, self._gated = linears, gated
+        self._linears, self._gated, self._bias = linears, gated, bias
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """(rows, tokens, hidden) and (rows, tokens, experts) → (rows, tokens, hidden)."""
@@ -186,7 +206,7 @@ class CudaMoe:
         """Expert by expert; the host waits once, for the number of tokens of each."""
         active, experts = self._moe.active, self._moe.experts
         selected = torch.empty(len(x) * active, dtype=torch.int32, device=x.device)
-        args = _pointer(logits), _pointer(selected), ctypes.c_int(len(x))
+        args = _pointer(logits), _pointer(self._bias), _pointer(selected), ctypes.c_int(len(x))
         self._down.module(1).launch("topk", (-(-len(x) // 8), 1, 1), _THREADS, 0, args, pdl=False)
         sorted_experts, order = selected.sort(stable=True)
         numbers = torch.arange(experts, dtype=torch.int32, device=x.device)
@@ -205,7 +225,7 @@ class CudaMoe:
         max_blocks = min(pairs, self._moe.experts + pairs // _MOE_BLOCK)  # each expert may have one that is not full
         sizes = (pairs, len(_SortedPair._fields_)), (pairs,), (max_blocks,)
         aligned = AlignedPairs(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
-        args = *map(_pointer, (logits, *aligned)), ctypes.c_int(pairs), ctypes.c_int(max_blocks)
+        args = *map(_pointer, (logits, self._bias, *aligned)), ctypes.c_int(pairs), ctypes.c_int(max_blocks)
         smem = 4 * (pairs + self._moe.experts)
         self._gate_up.module(_MOE_BLOCK).launch("moe_align", (1, 1, 1), _THREADS, smem, args)
         return aligned
@@ -214,9 +234,10 @@ class CudaMoe:
         """The outputs of each token's experts times their routing weights, added up."""
         out = expert_out.new_empty(len(logits), self._down.width)
         args = (
-            *map(_pointer, (logits, expert_out, row_of_pair, out)),
+            *map(_pointer, (logits, self._bias, expert_out, row_of_pair, out)),
             ctypes.c_int(self._down.width),
             ctypes.c_int(self._moe.renormalize),
+            ctypes.c_float(self._moe.weight_scale),
         )
         grid = len(logits), -(-self._down.width // (8 * _THREADS)), 1
         self._down.module(1).launch("combine", grid, _THREADS, 0, args, pdl)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 from pathlib import Path
 
@@ -142,7 +143,7 @@ class _Conv:
 
     def defines(self) -> dict[str, int]:
         """The -D constants of recurrent.h."""
-        return {"CONV_KERNEL": self._weight.shape[1], "CONV_BIAS": int(self._bias is not None)}
+        return {"CONV_KERNEL": self._weight.shape[1], "CONV_BIAS": int(self._bias is not None), "NO_FMAD": 1}
 
     def params(self, state: b.RecurrentState | None) -> _CausalConv:
         """Its part of a launch's parameters."""
@@ -176,6 +177,7 @@ class CudaDeltaNet:
         self._gate_floats = decays + (4 if mixer.decay == "channel" else 3)  # GateRecord
         self._warps = scan.scan_warps(mixer.value_dim)
 
+    @cached_property
     def defines(self) -> dict[str, int]:
         """The -D constants of delta_net.cu."""
         m = self._mixer
@@ -215,7 +217,7 @@ class CudaDeltaNet:
             self._decay_rate.data_ptr(), self._dt_bias.data_ptr(), self._norm.data_ptr(), _matrix_pointer(state),
             _slot_pointers(slots), tokens=tokens, norm_eps=m.norm_eps, beta_scale=m.beta_scale,
         )  # fmt: skip
-        module = self._modules.module(DELTA_NET_SOURCE, **self.defines())
+        module = self._modules.module(DELTA_NET_SOURCE, **self.defines)
         if tokens <= MAX_STEP_TOKENS:
             smem = tokens * (self._token_bytes(m.value_dim) + 8 * m.value_dim)
             threads = self._scan.step_threads(m.value_dim)
@@ -262,6 +264,7 @@ class CudaMamba2:
         self._norm = None if params.norm is None else _float32(params.norm, device)
         self._warps = scan.scan_warps(mixer.head_dim)
 
+    @cached_property
     def defines(self) -> dict[str, int]:
         """The -D constants of mamba2.cu."""
         m = self._mixer
@@ -294,7 +297,7 @@ class CudaMamba2:
             norm_eps=0.0 if m.norm is None else m.norm.eps, dt_min=m.dt_limits[0], dt_max=m.dt_limits[1],
         )  # fmt: skip
         params.z_scale, params.x_scale, params.b_scale, params.c_scale, params.dt_scale = m.part_scales
-        module, threads = self._modules.module(MAMBA2_SOURCE, **self.defines()), self._scan.step_threads(m.head_dim)
+        module, threads = self._modules.module(MAMBA2_SOURCE, **self.defines), self._scan.step_threads(m.head_dim)
         one_launch = tokens <= MAX_STEP_TOKENS and rows * self._norm_groups <= len(self._counters.arrivals)
         floats = m.groups * 2 * m.state_dim, m.heads * 4, m.width
         if one_launch:
@@ -327,6 +330,7 @@ class CudaShortConv:
         self._modules, self._width = modules, mixer.width
         self._conv = _Conv(weight, bias, modules.device)
 
+    @cached_property
     def defines(self) -> dict[str, int]:
         """The -D constants of short_conv.cu."""
         return {
@@ -343,7 +347,7 @@ class CudaShortConv:
         params = _ShortConvParams(
             _token_rows(projected), out.data_ptr(), self._conv.params(state), _slot_pointers(slots), tokens
         )
-        module = self._modules.module(SHORT_CONV_SOURCE, **self.defines())
+        module = self._modules.module(SHORT_CONV_SOURCE, **self.defines)
         grid = tokens, -(-self._width // _SHORT_CONV_THREADS), rows
         module.launch("short_conv", grid, _SHORT_CONV_THREADS, 0, (params,))
         return out

@@ -24,12 +24,13 @@
 //     per number of S and token: a product, two fmaf for the sums, one for the update: 4 instructions of a lane
 //     48 x 16384 x 4 / (132 x 128) = 186 cycles, 0.10 us for each token and layer, if every lane always works
 //
-// Lanes do not: 6144 columns are 384 warps of 16 columns on 528 schedulers, so most have one warp and none to hide its
-// latency: about 310 instructions (256 as above, 16 LDS.128, 8 shuffles and their sums, the rest of the loop) and 100
-// cycles of waiting for shared memory and shuffles, 0.2 to 0.25 us. 8192 tokens are about 2 ms for each layer and 0.1 s
-// for 48 layers; the matrices of the whole model are 2 x 27e9 x 8192 operations, 0.7 s at 600 Tflop/s. A chunked form
-// has about 0.4 ms of products for each layer and so would save about a tenth of such a prefill. With several rows, or
-// more heads, schedulers fill up, and the cost of a row's token approaches 310 / 410 of that.
+// Lanes do not: 6144 columns are 384 warps of 16 columns, four for each of 96 thread blocks, one for a scheduler of an
+// SM and none to hide its latency. A token is 340 instructions of a warp (sm_90a: 256 as above, 16 LDS.128, 8 shuffles,
+// the rest of the loop), 12 of the copies, and about 100 cycles of waiting for shared memory and shuffles: 450 cycles,
+// 0.25 us. 8192 tokens are 2 ms for each layer, 0.1 s for 48 layers; the matrices of the whole model are 2 x 27e9 x
+// 8192 operations, 0.7 s at 600 Tflop/s. A chunked form has a tenth of these instructions and might take 0.3 ms for
+// each layer: it would save a tenth of such a prefill. With two rows, or 96 heads, a scheduler has two warps that hide
+// each other's latencies, and the cost of a row's token falls to 350 / 450 of that; further down it does not go.
 //
 // Decoding is bound by memory: S is read and written once, 2 x 64 KiB for a head, 6.3 MB for 48 heads and a row: 1.5 us
 // at 4.2 TB/s, below what a launch and its latencies take; 8 rows 12 us, 32 rows 48 us for each layer.
@@ -110,12 +111,12 @@ struct KeyMaker {
             q_square = fmaf(q[i], q[i], q_square);
             k_square = fmaf(k[i], k[i], k_square);
         }
-        const float q_scale = mul_rn(rsqrtf(add_rn(warp_sum(q_square), L2_NORM_EPS)), 1.0f / sqrtf(KEY_DIM));
-        const float k_scale = rsqrtf(add_rn(warp_sum(k_square), L2_NORM_EPS));
+        const float q_scale = rsqrtf(warp_sum(q_square) + L2_NORM_EPS) * (1.0f / sqrtf(KEY_DIM));
+        const float k_scale = rsqrtf(warp_sum(k_square) + L2_NORM_EPS);
         UNROLL
         for (int i = 0; i < count; i++) {
-            q[i] = mul_rn(q[i], q_scale);
-            k[i] = mul_rn(k[i], k_scale);
+            q[i] *= q_scale;
+            k[i] *= k_scale;
             kq = fmaf(k[i], q[i], kq);
             if (!HeadConv<KEY_DIM>::exists(i, lane)) continue;
             to.q[i * 32 + lane] = q[i];
@@ -149,11 +150,11 @@ struct ValueMaker {
             if (HeadConv<VALUE_DIM>::exists(i, lane)) v[i * 32 + lane] = out[i];
         const u16* a = params.a.at(row, window.token) + head * NUM_DECAYS;
         for (int i = lane; i < NUM_DECAYS; i += 32) {
-            const float rate = softplus(add_rn(cvt_f32_f16(a[i]), params.dt_bias[head * NUM_DECAYS + i]));
-            gate.decay[i] = expf(mul_rn(params.decay_rate[head], rate));
+            const float rate = softplus(cvt_f32_f16(a[i]) + params.dt_bias[head * NUM_DECAYS + i]);
+            gate.decay[i] = expf(params.decay_rate[head] * rate);
         }
         if (lane == 0)
-            gate.beta = mul_rn(sigmoid(cvt_f32_f16(params.b.at(row, window.token)[head])), params.beta_scale);
+            gate.beta = sigmoid(cvt_f32_f16(params.b.at(row, window.token)[head])) * params.beta_scale;
         conv.store(params.conv, taps, target, first, lane);
     }
 };
@@ -202,7 +203,7 @@ struct StateColumns {
                 k[j + e] = four_k[e];
                 UNROLL
                 for (int c = 0; c < COLUMNS; c++) {
-                    s[c][j + e] = mul_rn(s[c][j + e], CHANNEL_DECAY ? decay[e] : in.gate.decay[0]);
+                    s[c][j + e] *= CHANNEL_DECAY ? decay[e] : in.gate.decay[0];
                     sk[c][j / 4 % 2] = fmaf(s[c][j + e], four_k[e], sk[c][j / 4 % 2]);
                     sq[c][j / 4 % 2] = fmaf(s[c][j + e], q[e], sq[c][j / 4 % 2]);
                 }
@@ -210,13 +211,13 @@ struct StateColumns {
         }
         UNROLL
         for (int c = 0; c < COLUMNS; c++) {
-            float with_k = add_rn(sk[c][0], sk[c][1]), with_q = add_rn(sq[c][0], sq[c][1]);
+            float with_k = sk[c][0] + sk[c][1], with_q = sq[c][0] + sq[c][1];
             UNROLL
             for (int mask = 1; mask < COLUMN_THREADS; mask *= 2) {
-                with_k = add_rn(with_k, shfl_xor(with_k, mask));
-                with_q = add_rn(with_q, shfl_xor(with_q, mask));
+                with_k += shfl_xor(with_k, mask);
+                with_q += shfl_xor(with_q, mask);
             }
-            const float delta = mul_rn(add_rn(v[c], -with_k), in.gate.beta);
+            const float delta = (v[c] - with_k) * in.gate.beta;
             UNROLL
             for (int i = 0; i < KEY_ROWS; i++) s[c][i] = fmaf(k[i], delta, s[c][i]);
             out[c] = fmaf(in.key.kq, delta, with_q);
@@ -227,7 +228,7 @@ struct StateColumns {
 // The scale of the norm times the gate.
 DEVICE float output_gain(const DeltaNetParams& params, i64 row, int token, int head, int at) {
     const float z = cvt_f32_f16(params.z.at(row, token)[head * VALUE_DIM + at]);
-    return mul_rn(params.norm[at], SIGMOID_GATE ? sigmoid(z) : silu(z));
+    return params.norm[at] * (SIGMOID_GATE ? sigmoid(z) : silu(z));
 }
 
 // Norm and gate of a head's output, by a warp.
@@ -242,7 +243,7 @@ DEVICE void write_output(const float* o, const float (&gain)[VALUE_COUNT], u16* 
     UNROLL
     for (int i = 0; i < VALUE_COUNT; i++)
         if (HeadConv<VALUE_DIM>::exists(i, lane))
-            out[i * 32 + lane] = cvt_f16_f32(mul_rn(mul_rn(x[i], scale), gain[i]));
+            out[i * 32 + lane] = cvt_f16_f32(x[i] * scale * gain[i]);
 }
 
 // Grid: (value head, row). Shared memory: of each token the inputs, then VALUE_DIM gains, then VALUE_DIM outputs.

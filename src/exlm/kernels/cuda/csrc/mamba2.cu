@@ -127,10 +127,10 @@ struct HeadMaker {
             if (HeadConv<HEAD_DIM>::exists(i, lane)) x[i * 32 + lane] = out[i];
         if (lane == 0) {
             const u16 number = params.projected.at(row, window.token)[2 * WIDTH + 2 * BC_WIDTH + head];
-            const float biased = add_rn(mul_rn(cvt_f32_f16(number), params.dt_scale), params.dt_bias[head]);
+            const float biased = cvt_f32_f16(number) * params.dt_scale + params.dt_bias[head];
             const float dt = fminf(fmaxf(softplus(biased), params.dt_min), params.dt_max);
             gate.dt = dt;
-            gate.decay = expf(mul_rn(dt, params.decay_rate[head]));
+            gate.decay = expf(dt * params.decay_rate[head]);
         }
         conv.store(params.conv, taps, target, head * HEAD_DIM, lane);
     }
@@ -173,7 +173,7 @@ struct StateRows {
         float x[ROWS], dt_x[ROWS], sum[ROWS][2] = {};  // two chains, so that an fmaf waits for the last but one
         load_floats(in.x + first_row, x);
         UNROLL
-        for (int r = 0; r < ROWS; r++) dt_x[r] = mul_rn(x[r], in.gate.dt);
+        for (int r = 0; r < ROWS; r++) dt_x[r] = x[r] * in.gate.dt;
         UNROLL
         for (int j = 0; j < COLUMNS; j += 4) {
             float b[4], c[4];
@@ -183,16 +183,16 @@ struct StateRows {
             for (int e = 0; e < 4; e++) {
                 UNROLL
                 for (int r = 0; r < ROWS; r++) {
-                    s[r][j + e] = fmaf(dt_x[r], b[e], mul_rn(s[r][j + e], in.gate.decay));
+                    s[r][j + e] = fmaf(dt_x[r], b[e], s[r][j + e] * in.gate.decay);
                     sum[r][j / 4 % 2] = fmaf(s[r][j + e], c[e], sum[r][j / 4 % 2]);
                 }
             }
         }
         UNROLL
         for (int r = 0; r < ROWS; r++) {
-            float y = add_rn(sum[r][0], sum[r][1]);
+            float y = sum[r][0] + sum[r][1];
             UNROLL
-            for (int mask = 1; mask < ROW_THREADS; mask *= 2) y = add_rn(y, shfl_xor(y, mask));
+            for (int mask = 1; mask < ROW_THREADS; mask *= 2) y += shfl_xor(y, mask);
             out[r] = fmaf(x[r], d, y);
         }
     }
@@ -210,9 +210,9 @@ DEVICE void write_output(const Mamba2Params& params, i64 row, int token, int gro
         const int at = i * STEP_THREADS + threadIdx.x;
         value[i] = gain[i] = 0;
         if (NORM_WIDTH % STEP_THREADS && at >= NORM_WIDTH) continue;
-        const float gate = silu(mul_rn(cvt_f32_f16(z[at]), params.z_scale));
-        value[i] = NORM_BEFORE_GATE ? __ldcg(y + at) : mul_rn(__ldcg(y + at), gate);
-        gain[i] = NORM_BEFORE_GATE ? mul_rn(params.norm[first + at], gate) : params.norm[first + at];
+        const float gate = silu(cvt_f32_f16(z[at]) * params.z_scale);
+        value[i] = NORM_BEFORE_GATE ? __ldcg(y + at) : __ldcg(y + at) * gate;
+        gain[i] = NORM_BEFORE_GATE ? params.norm[first + at] * gate : params.norm[first + at];
         square = fmaf(value[i], value[i], square);
     }
     square = warp_sum(square);
@@ -220,19 +220,19 @@ DEVICE void write_output(const Mamba2Params& params, i64 row, int token, int gro
     __syncthreads();
     float sum = 0;
     UNROLL
-    for (int warp = 0; warp < STEP_THREADS / 32; warp++) sum = add_rn(sum, scratch[warp]);
+    for (int warp = 0; warp < STEP_THREADS / 32; warp++) sum += scratch[warp];
     __syncthreads();
     const float scale = rsqrtf(fmaf(sum, 1.0f / NORM_WIDTH, params.norm_eps));
     UNROLL
     for (int i = 0; i < count; i++) {
         const int at = i * STEP_THREADS + threadIdx.x;
         if (NORM_WIDTH % STEP_THREADS && at >= NORM_WIDTH) continue;
-        out[at] = cvt_f16_f32(mul_rn(mul_rn(value[i], scale), gain[i]));
+        out[at] = cvt_f16_f32(value[i] * scale * gain[i]);
     }
 }
 DEVICE void write_gated(const Mamba2Params& params, i64 row, int token, int number, float y) {
-    const float z = mul_rn(cvt_f32_f16(params.projected.at(row, token)[number]), params.z_scale);
-    params.out[(row * params.tokens + token) * WIDTH + number] = cvt_f16_f32(mul_rn(y, silu(z)));
+    const float z = cvt_f32_f16(params.projected.at(row, token)[number]) * params.z_scale;
+    params.out[(row * params.tokens + token) * WIDTH + number] = cvt_f16_f32(y * silu(z));
 }
 
 // Grid: (head, row). Shared memory: each token's inputs, then 32 floats.

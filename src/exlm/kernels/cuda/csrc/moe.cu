@@ -8,13 +8,50 @@
 // The kernels before moe_align have ended when it launches its dependents, so the router's logits need not be waited
 // for again; nor the sorted pairs behind moe_pack_activations (PDL).
 //
-// Set when compiling, besides what gemm_m16.h wants: NUM_EXPERTS, TOP_K. N8_TILES is 1.
+// Set when compiling, besides what gemm_m16.h wants: NUM_EXPERTS, TOP_K, SIGMOID_ROUTING (scores are sigmoids, and a
+// bias on them selects experts; else softmax). N8_TILES is 1.
 
 #include "gemm_m16.h"
 
 #define MOE_BLOCK 8  // rows that are multiplied at once
 #define NO_EXPERT (-0x7fffffff - 1)
 
+#if SIGMOID_ROUTING
+DEVICE float score_of(const u16* logits, int expert) {
+    return 1.0f / (1.0f + expf(-cvt_f32_f16(__ldcg(logits + expert))));
+}
+// A token's experts by descending score plus bias, of equal ones the smaller. All lanes of a warp together.
+struct TopK {
+    static const int keys_per_lane = (NUM_EXPERTS + 31) / 32;
+    int keys[keys_per_lane];  // integers in the order of the floats
+
+    DEVICE TopK(const u16* logits, const float* bias) {
+        UNROLL
+        for (int i = 0; i < keys_per_lane; i++) {
+            const int expert = i * 32 + threadIdx.x % 32;
+            keys[i] = NO_EXPERT;
+            if (expert >= NUM_EXPERTS) continue;
+            const int bits = float_as_int(score_of(logits, expert) + (bias ? bias[expert] : 0.0f));
+            keys[i] = bits < 0 ? bits ^ 0x7fffffff : bits;
+        }
+    }
+    DEVICE int next() {
+        int best = NO_EXPERT, chosen = NO_EXPERT;
+        UNROLL
+        for (int i = 0; i < keys_per_lane; i++) best = max(best, keys[i]);
+        best = redux_max(best);
+        UNROLL
+        for (int i = keys_per_lane - 1; i >= 0; i--)
+            if (keys[i] == best) chosen = -(i * 32 + (int)threadIdx.x % 32);
+        chosen = -redux_max(chosen);
+        UNROLL
+        for (int i = 0; i < keys_per_lane; i++)
+            if (i * 32 + (int)threadIdx.x % 32 == chosen) keys[i] = NO_EXPERT;
+        return chosen;
+    }
+};
+DEVICE int expert_of(int key) { return key; }
+#else
 // Logit and expert as one integer: larger logits are larger, and of equal ones the smaller expert is.
 DEVICE int sort_key(u16 logit, int expert) {
     const int order = logit & 0x8000 ? -(logit & 0x7fff) : logit;
@@ -31,7 +68,7 @@ struct TopK {
     static const int keys_per_lane = (NUM_EXPERTS + 31) / 32;
     int keys[keys_per_lane];
 
-    DEVICE TopK(const u16* logits) {
+    DEVICE TopK(const u16* logits, const float*) {
         UNROLL
         for (int i = 0; i < keys_per_lane; i++) {
             const int expert = i * 32 + threadIdx.x % 32;
@@ -49,18 +86,31 @@ struct TopK {
         return best;
     }
 };
+#endif
 
-DEVICE int expert_of_pair(const u16* logits, int pair) {
-    TopK top(logits + (long)(pair / TOP_K) * NUM_EXPERTS);
+DEVICE int expert_of_pair(const u16* logits, const float* bias, int pair) {
+    TopK top(logits + (long)(pair / TOP_K) * NUM_EXPERTS, bias);
     int key = top.next();
     for (int k = pair % TOP_K; k; k--) key = top.next();
     return expert_of(key);
 }
 
-// Softmax over all experts, or (renormalize) over the selected ones. A warp together.
-DEVICE void routing_weights(const u16* logits, bool renormalize, float (&weight)[TOP_K]) {
-    TopK top(logits);
-    float highest = 0, sum = 0;
+// A warp together. Softmax over all experts, or (renormalize) over the selected ones; or sigmoids, which renormalize
+// divides by their sum.
+DEVICE void routing_weights(
+    const u16* logits, const float* bias, bool renormalize, float scale, float (&weight)[TOP_K]
+) {
+    TopK top(logits, bias);
+    float sum = 0;
+#if SIGMOID_ROUTING
+    UNROLL
+    for (int k = 0; k < TOP_K; k++) {
+        weight[k] = score_of(logits, top.next());
+        sum += weight[k];
+    }
+    sum = renormalize ? sum + 1e-20f : 1.0f;
+#else
+    float highest = 0;
     UNROLL
     for (int k = 0; k < TOP_K; k++) {
         const float logit = logit_of(top.next());
@@ -75,8 +125,9 @@ DEVICE void routing_weights(const u16* logits, bool renormalize, float (&weight)
         UNROLL
         for (int mask = 16; mask; mask /= 2) sum += shfl_xor(sum, mask);
     }
+#endif
     UNROLL
-    for (int k = 0; k < TOP_K; k++) weight[k] /= sum;
+    for (int k = 0; k < TOP_K; k++) weight[k] = weight[k] / sum * scale;
 }
 
 // The pair of a row.
@@ -94,6 +145,7 @@ struct MoeParams {
     const GemmOperand* operands;  // (expert, gate / up)
     const int* expert_bits;       // (expert,) bits of their codes, a nibble for each weight
     const u16* logits;            // (tokens, experts)
+    const float* bias;            // (experts) that selects; null: none
     const u16* x;                 // (tokens, inputs) under an ACTIVATION, else (rows, inputs)
     u16* y;                       // (rows, outputs)
     uint4* packed_x;              // (input permutation, row, row_words)
@@ -136,14 +188,14 @@ DEVICE void build_params(const MoeParams& moe, const SortedPair& sorted, GemmPar
 
 // Sorts pairs by expert into blocks: one thread block, a thread for each expert.
 extern "C" __global__ void __launch_bounds__(256) moe_align(
-    const u16* logits, SortedPair* sorted_pairs, int* row_of_pair, int* blocks, int pairs, int max_blocks
+    const u16* logits, const float* bias, SortedPair* sorted_pairs, int* row_of_pair, int* blocks, int pairs, int max_blocks
 ) {
     extern __shared__ __align__(128) char smem[];
     int *experts = (int*)smem, *counts = experts + pairs;  // of each pair; the pairs of each
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     for (int token = threadIdx.x / 32; token < pairs / TOP_K; token += 8) {
-        TopK top(logits + (long)token * NUM_EXPERTS);
+        TopK top(logits + (long)token * NUM_EXPERTS, bias);
         for (int k = 0; k < TOP_K; k++) experts[token * TOP_K + k] = expert_of(top.next());
     }
     for (int i = threadIdx.x; i < max_blocks; i += 256) blocks[i] = -1;
@@ -200,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_gemm(const
         for (int i = threadIdx.x; ACTIVATION && i * 128 < table_bytes; i += THREADS)
             prefetch_l2((const char*)moe.operands + i * 128);
         if (ACTIVATION) griddepcontrol_wait();
-        sorted = SortedPair{expert_of_pair(moe.logits, pair), token, pair, 1};
+        sorted = SortedPair{expert_of_pair(moe.logits, moe.bias, pair), token, pair, 1};
     } else {
         const int first = __ldcg(moe.blocks + blockIdx.y);
         if (first < 0) return;
@@ -212,21 +264,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_gemm(const
 }
 
 // Every token's experts, (tokens, TOP_K), for large batches, which the host sorts; a warp for each token.
-extern "C" __global__ void __launch_bounds__(256) topk(const u16* logits, int* experts, int tokens) {
+extern "C" __global__ void __launch_bounds__(256) topk(
+    const u16* logits, const float* bias, int* experts, int tokens
+) {
     const int token = blockIdx.x * 8 + threadIdx.x / 32;
     if (token >= tokens) return;
-    TopK top(logits + (long)token * NUM_EXPERTS);
+    TopK top(logits + (long)token * NUM_EXPERTS, bias);
     for (int k = 0; k < TOP_K; k++) experts[token * TOP_K + k] = expert_of(top.next());
 }
 
 // The outputs of a token's experts times their routing weights, added in the order of selection; eight numbers for each
 // thread. `row_of_pair` is null if pairs lie in order.
 extern "C" __global__ void __launch_bounds__(256) combine(
-    const u16* logits, const u16* expert_out, const int* row_of_pair, u16* out, int width, int renormalize
+    const u16* logits, const float* bias, const u16* expert_out, const int* row_of_pair, u16* out, int width,
+    int renormalize, float scale
 ) {
     const int token = blockIdx.x, unit = blockIdx.y * 256 + threadIdx.x;
     float weight[TOP_K];
-    routing_weights(logits + (long)token * NUM_EXPERTS, renormalize, weight);
+    routing_weights(logits + (long)token * NUM_EXPERTS, bias, renormalize, scale, weight);
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
     if (unit * 8 >= width) return;

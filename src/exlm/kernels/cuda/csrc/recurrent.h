@@ -1,8 +1,8 @@
 // What the recurrent mixers share: the slots that states are in, the causal convolution, gates, sums over a warp.
 //
 // A pass must leave the same bits in a state however its tokens are divided into passes. So every sum has one order,
-// and every product that is added is an fmaf, and every other sum add_rn: nothing is left to the compiler to contract,
-// which could contract one function differently in two kernels.
+// and products are fused with sums where fmaf says so and nowhere else: the compiler, free to contract, could contract
+// one function differently in two kernels. NO_FMAD=1 has sources compiled with --fmad=false (module_cache.py).
 //
 // A pass never writes a slot that it reads. Slots and states were written by earlier passes, and between two passes
 // there are launches without PDL: they are read before griddepcontrol_wait.
@@ -11,18 +11,17 @@
 #pragma once
 #include "ptx.h"
 
+static_assert(NO_FMAD == 1);
+
 #define CONV_PAST (CONV_KERNEL - 1)
 
-DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
-DEVICE float add_rn(float a, float b) { return __fadd_rn(a, b); }
-
-DEVICE float sigmoid(float x) { return 1.0f / add_rn(1.0f, expf(-x)); }
-DEVICE float silu(float x) { return x / add_rn(1.0f, expf(-x)); }
+DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
 DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 DEVICE float warp_sum(float x) {
     UNROLL
-    for (int mask = 16; mask; mask /= 2) x = add_rn(x, shfl_xor(x, mask));
+    for (int mask = 16; mask; mask /= 2) x += shfl_xor(x, mask);
     return x;
 }
 
@@ -68,7 +67,7 @@ struct ConvWindow {
     DEVICE u16 at(int tap, int channel) const {
         const u16 input = taps[tap] ? taps[tap][channel] : (u16)0;
         const bool scaled = scale != 1.0f && token - CONV_PAST + tap >= 0;
-        return scaled ? cvt_f16_f32(mul_rn(cvt_f32_f16(input), scale)) : input;
+        return scaled ? cvt_f16_f32(cvt_f32_f16(input) * scale) : input;
     }
 };
 

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(256) short_conv(const __grid_consta
         const int from = token - CONV_PAST + tap;
         if (from >= 0) {
             const u16* at = params.projected.at(row, from) + channel;
-            taps[tap] = cvt_f16_f32(mul_rn(cvt_f32_f16(at[0]), cvt_f32_f16(at[2 * WIDTH])));
+            taps[tap] = cvt_f16_f32(cvt_f32_f16(at[0]) * cvt_f32_f16(at[2 * WIDTH]));
         } else {
             taps[tap] = past ? past[(from + CONV_PAST) * WIDTH + channel] : (u16)0;
         }
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(256) short_conv(const __grid_consta
     UNROLL
     for (int tap = 0; tap < CONV_KERNEL; tap++) sum = fmaf(cvt_f32_f16(taps[tap]), weight[tap], sum);
     const float c = cvt_f32_f16(params.projected.at(row, token)[WIDTH + channel]);
-    params.out[(row * tokens + token) * WIDTH + channel] = cvt_f16_f32(mul_rn(c, sum));
+    params.out[(row * tokens + token) * WIDTH + channel] = cvt_f16_f32(c * sum);
     if (target < 0 || !params.conv.states) return;
     UNROLL
     for (int tap = 1; tap < CONV_KERNEL; tap++)
