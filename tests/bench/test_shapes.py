@@ -57,16 +57,12 @@ def scaled_down(name: str) -> Shape:
 
 def num_stored_weights(shape: Shape) -> tuple[int, int]:
     """The numbers in the stored tensors: in matrices of layers, and in all tensors."""
-    in_matrices = others = 0
-    for i in range(shape.layers):
-        in_matrices += sum(one.inputs * one.outputs for one in shape.matrices(i))
-        for one in shape.floats(i):
-            count = math.prod(one.shape)
-            in_matrices, others = (
-                (in_matrices + count, others) if one.values == "matrix" else (in_matrices, others + count)
-            )
+    layers = range(shape.layers)
+    packed = sum(one.inputs * one.outputs for i in layers for one in shape.matrices(i))
+    floats = [one for i in layers for one in shape.floats(i)]
+    in_matrices = packed + sum(math.prod(one.shape) for one in floats if one.values == "matrix")
     tables = shape.vocab * shape.hidden * (1 if shape.tied else 2)
-    return in_matrices, in_matrices + others + tables + shape.hidden
+    return in_matrices, packed + sum(math.prod(one.shape) for one in floats) + tables + shape.hidden
 
 
 @pytest.mark.parametrize("name", SHAPES)
