@@ -7,7 +7,7 @@ Matrices are made on the device they are used on; scales are chosen so that a fo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
@@ -39,6 +39,12 @@ FLOAT_MATRICES = (".router", ".shared_gate", ".delta.a", ".delta.b")
 """Roles of matrices that no tool quantises: with an output for each expert or head, or for the token."""
 
 _NORMS = ("attn_norm", "mlp_norm", "attn_post", "mlp_post", "final_norm", "q_norm", "k_norm")  # with the model's offset
+_VALUES_BY_PART: Mapping[str, Values] = {
+    "conv": "conv",
+    "a_log": "a_log",
+    "dt_bias": "dt_bias",
+    "selection_bias": "zero",
+}
 _TIME_STEPS = 0.001, 0.1  # least and largest of a recurrence's time steps, as Mamba 2 is initialised
 _LARGEST_DECAY = 16.0
 
@@ -347,11 +353,9 @@ class SyntheticCheckpoint:
 
     def _values_of(self, role: str, suffix: str) -> Values:
         part = role.rpartition(".")[2]
-        if suffix == "bias" or part == "selection_bias" or (part in _NORMS and self._norm_offset == 1.0):
+        if suffix == "bias" or (part in _NORMS and self._norm_offset == 1.0):
             return "zero"
-        if part == "a_log" or part == "dt_bias":
-            return part
-        return "conv" if part == "conv" else "one"
+        return _VALUES_BY_PART.get(part, "one")
 
     def weight(
         self,
