@@ -25,6 +25,7 @@ from exlm import (
     Model,
     Settings,
     Tokenizer,
+    Unsupported,
 )
 from exlm.errors import DoesNotFit
 from exlm.generator.state_table import SLOTS_PER_SEQUENCE
@@ -353,6 +354,16 @@ def test_recurrent_states_are_part_of_the_cache(fixtures_dir: Path) -> None:
     on_cpu = [model.plan(512, users).devices[0].workspace for users in (1, 5)]
     assert on_cpu[1] - on_cpu[0] >= 4 * 3 * 4 * 64 * 64 * 4  # plain torch has a few states of each row in memory
     assert Model(Config(fixtures_dir / "tiny-lm")).plan(512, memory=[1]).state_bytes == 0
+
+
+@pytest.mark.parametrize("method", ["load_pipeline", "load_tp"])
+def test_other_processes_keep_no_states(fixtures_dir: Path, method: str) -> None:
+    config = Config(fixtures_dir / "tiny-qwen3_5")
+    config.device = "cpu"
+    model = Model(config)
+    with pytest.raises(Unsupported, match=r"recurrent.*load_autosplit"):
+        getattr(model, method)([1, 1])
+    assert not model.loaded
 
 
 def test_a_lazy_cache_makes_room_for_its_states(fixtures_dir: Path) -> None:
