@@ -27,6 +27,8 @@ from exlm import (
     Tokenizer,
     Unsupported,
 )
+from exlm.bench.shapes import SHAPES
+from exlm.bench.synthetic import SyntheticCheckpoint, synthetic_format, write_model_folder
 from exlm.errors import DoesNotFit
 from exlm.generator.state_table import SLOTS_PER_SEQUENCE
 from exlm.model.devices import DeviceInfo, list_devices
@@ -354,6 +356,20 @@ def test_recurrent_states_are_part_of_the_cache(fixtures_dir: Path) -> None:
     on_cpu = [model.plan(512, users).devices[0].workspace for users in (1, 5)]
     assert on_cpu[1] - on_cpu[0] >= 4 * 3 * 4 * 64 * 64 * 4  # plain torch has a few states of each row in memory
     assert Model(Config(fixtures_dir / "tiny-lm")).plan(512, memory=[1]).state_bytes == 0
+
+
+def test_a_delta_nets_projections_are_dequantised_together(tmp_path: Path) -> None:
+    shape = replace(
+        SHAPES["qwen3.5-27b"], hidden=128, layers=4, mlp=32, heads=4, kv_heads=2, vocab=320, head=32, state_dim=64
+    )
+    frozen = Config(write_model_folder(tmp_path, shape, 64)).freeze()
+    gpu = ComputeProfile(torch.float16, uses_reference=False)
+    by_format = [
+        estimate_modules(frozen, SyntheticCheckpoint(frozen.spec, synthetic_format(form)), gpu, [0] * 4)[1].workspace
+        for form in ("exl2", "dense")
+    ]
+    qkv = 128 * (2 * 16 * 64 + 48 * 64)
+    assert by_format[0] - by_format[1] == 2 * qkv
 
 
 @pytest.mark.parametrize("method", ["load_pipeline", "load_tp"])
