@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks.first_token import CallTimer, Timeline, read_into_page_cache, run_process
 from benchmarks.synthetic import write_exl2
@@ -28,6 +31,16 @@ def test_a_fresh_process_generates_a_token(tmp_path: Path, monkeypatch: pytest.M
     assert [*timeline["times"]][:3] == ["interpreter", "import torch", "import exlm"]
     assert {"layers", "prompt, first token"} < {*timeline["times"]}
     assert all(seconds > 0 for seconds in timeline["in threads"].values())
+
+
+def test_layers_of_a_kind_may_share_weights(tmp_path: Path) -> None:
+    shape = replace(SHAPES["lfm2-1.2b"], hidden=128, layers=4, mlp=256, heads=4, vocab=320, attended=(1, 3))
+    tensors = load_file(write_exl2(tmp_path / "model", shape, shared_layers=True) / "model.safetensors")
+    for name, same, other in (("conv.in_proj.q_weight", 2, 1), ("operator_norm.weight", 2, 1)):
+        first = tensors[f"model.layers.0.{name}"]
+        assert torch.equal(tensors[f"model.layers.{same}.{name}"], first)
+        found = tensors.get(f"model.layers.{other}.{name}")
+        assert found is None or not torch.equal(found, first)
 
 
 def test_phases_of_a_timeline_add_up() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -87,6 +89,40 @@ def test_the_checkpoint_is_deterministic_and_can_be_repetitive() -> None:
         table = pair[0].weight("embed", 256, 512, bias=False, dtype=None, device=CPU)
         assert isinstance(table, DenseWeight)
         assert torch.equal(table.data[0], table.data[16]) is repetitive
+
+
+def test_recurrences_are_like_those_of_a_model_before_training() -> None:
+    random = RandomTensors(3, CPU)
+    decay = random.vector((4096,), "a_log").float().exp()
+    assert 1 <= float(decay.min()) < 1.1
+    assert 15 < float(decay.max()) <= 16.02  # rounded to float16
+    steps = torch.nn.functional.softplus(random.vector((4096,), "dt_bias").float())
+    assert 0.00099 < float(steps.min()) < 0.0011
+    assert 0.09 < float(steps.max()) < 0.1002
+    assert float(random.vector((512, 1, 4), "conv").float().std()) == pytest.approx(0.5, rel=0.1)
+    assert float(random.vector((64, 400), "matrix").float().std()) == pytest.approx(0.05, rel=0.1)
+    for values, mean in (("one", 1.0), ("zero", 0.0)):
+        found = random.vector((4096,), values).float()
+        assert (float(found.mean()), float(found.std())) == (pytest.approx(mean, abs=0.01), pytest.approx(0.1, rel=0.1))
+
+
+def test_a_checkpoint_of_a_hybrid_has_its_norms_and_recurrences() -> None:
+    from exlm.families import ConfigReader, build_spec
+
+    shape = replace(SHAPES["qwen3.5-27b"], layers=4, hidden=128, vocab=320)
+    checkpoint = SyntheticCheckpoint(build_spec(ConfigReader(shape.config(), "config.json")), synthetic_format("exl2"))
+
+    def mean(role: str, *sizes: int) -> float:
+        return float(checkpoint.tensor(role, sizes, dtype=torch.float32, device=CPU).mean())
+
+    assert checkpoint.has("layers.0.delta.conv")
+    assert not checkpoint.has("layers.0.attn.q")
+    for role in ("final_norm", "layers.0.attn_norm", "layers.3.attn.q_norm"):  # stored less one
+        assert abs(mean(role, 4096)) < 0.05
+    assert abs(mean("layers.0.delta.norm", 4096) - 1) < 0.05
+    assert 1 < mean("layers.0.delta.a_log", 48) < 3
+    assert -7 < mean("layers.0.delta.dt_bias", 48) < -2
+    assert checkpoint.describe("layers.0.delta.b") == ("dense float16", 2 * 128 * 48)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("gptq", 5), ("gguf", 4.0), ("dense", 8), ("awq", 4), ("exl2", 1.5)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from exlm import Config, InputError, Model
 from exlm.bench import BenchmarkConfig, tune
-from exlm.bench.tuning import MIN_GAIN, hill_climb, tune_model
+from exlm.bench.tuning import MIN_GAIN, _DecodeTimer, hill_climb, tune_model
 from tests import tiny
 
 TuneConfig = tuple[int, ...]
@@ -112,6 +112,17 @@ def test_a_model_without_tunable_kernels_is_refused(tmp_path: Path) -> None:
     model.unload()
     with pytest.raises(InputError, match="Name a GPU with --device"):
         tune(BenchmarkConfig(shape="tiny", device="cpu", prompt=64))
+
+
+def test_timed_passes_read_and_write_recurrent_states(fixtures_dir: Path) -> None:
+    model = Model(Config(fixtures_dir / "tiny-qwen3_5"))
+    model.load()
+    timer = _DecodeTimer(model)
+    timer.run_once()
+    for layer in timer._cache.layers:
+        for tensor in layer.state_tensors:
+            assert not tensor[:8].any()
+            assert all(bool(state.any()) for state in tensor[8:])
 
 
 @pytest.mark.gpu

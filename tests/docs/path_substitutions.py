@@ -16,6 +16,7 @@ def path_substitutions(fixtures: Path, scratch: Path) -> dict[str, Path]:
     return {
         "/path/to/model": fixtures / "tiny-lm",
         "/path/to/draft": fixtures / "tiny-lm-gptq-g128-sym",
+        "/path/to/hybrid": fixtures / "tiny-qwen3_5",
         "/path/to/lora": write_random_lora(fixtures / "tiny-lm", scratch / "lora", 1),
         "/path/to/other_lora": write_random_lora(fixtures / "tiny-lm", scratch / "other_lora", 2),
     }

@@ -25,7 +25,10 @@ from exlm import (
     Model,
     Settings,
     Tokenizer,
+    Unsupported,
 )
+from exlm.bench.shapes import SHAPES
+from exlm.bench.synthetic import SyntheticCheckpoint, synthetic_format, write_model_folder
 from exlm.errors import DoesNotFit
 from exlm.generator.state_table import SLOTS_PER_SEQUENCE
 from exlm.model.devices import DeviceInfo, list_devices
@@ -355,6 +358,30 @@ def test_recurrent_states_are_part_of_the_cache(fixtures_dir: Path) -> None:
     assert Model(Config(fixtures_dir / "tiny-lm")).plan(512, memory=[1]).state_bytes == 0
 
 
+def test_a_delta_nets_projections_are_dequantised_together(tmp_path: Path) -> None:
+    shape = replace(
+        SHAPES["qwen3.5-27b"], hidden=128, layers=4, mlp=32, heads=4, kv_heads=2, vocab=320, head=32, state_dim=64
+    )
+    frozen = Config(write_model_folder(tmp_path, shape, 64)).freeze()
+    gpu = ComputeProfile(torch.float16, uses_reference=False)
+    by_format = [
+        estimate_modules(frozen, SyntheticCheckpoint(frozen.spec, synthetic_format(form)), gpu, [0] * 4)[1].workspace
+        for form in ("exl2", "dense")
+    ]
+    qkv = 128 * (2 * 16 * 64 + 48 * 64)
+    assert by_format[0] - by_format[1] == 2 * qkv
+
+
+@pytest.mark.parametrize("method", ["load_pipeline", "load_tp"])
+def test_other_processes_keep_no_states(fixtures_dir: Path, method: str) -> None:
+    config = Config(fixtures_dir / "tiny-qwen3_5")
+    config.device = "cpu"
+    model = Model(config)
+    with pytest.raises(Unsupported, match=r"recurrent.*load_autosplit"):
+        getattr(model, method)([1, 1])
+    assert not model.loaded
+
+
 def test_a_lazy_cache_makes_room_for_its_states(fixtures_dir: Path) -> None:
     model = Model(Config(fixtures_dir / "tiny-qwen3_5"))
     model.list_devices = fake_devices(128 << 20)
@@ -366,7 +393,10 @@ def test_a_lazy_cache_makes_room_for_its_states(fixtures_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_the_workspace_of_a_recurrence_is_enough(fixtures_dir: Path, rows: int) -> None:
+def test_the_workspace_of_a_recurrence_is_enough(
+    fixtures_dir: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXLM_CPU", "0")  # plain torch, which takes the most
     model = Model(Config(fixtures_dir / "tiny-qwen3_5"))
     model.config.max_input_len = 512
     model.load()

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import CACHES, Cache, Config, InputError, Summary, Tokenizer, env, spec
+from .. import CACHES, Cache, CacheBase, Config, InputError, Summary, Tokenizer, env, spec
+from ..generator.state_table import SLOTS_PER_SEQUENCE
 from ..model.devices import free_bytes, pick_device
+from ..model.loader import CacheOwnerInfo
 from .report import BenchmarkRow, Report, bound
 from .shapes import SHAPES
 from .synthetic import SyntheticCheckpoint, synthetic_format, write_model_folder
@@ -177,9 +179,9 @@ class _Benchmark:
         # Every timed prompt is a different one, so that none is found in the prefix cache.
         prompts = PROMPT_REPEATS + 1 if row.work == "prompt" else 1
         tokens = tokens_needed(row.batch, row.context, config.tokens) * prompts
-        cache_bytes = sum(cache_class(self.model, max_seq_len=tokens, lazy=True).layer_bytes())
+        page_bytes, state_bytes = _cache_bytes(self.model, cache_class, tokens)
         free_memory(self.device)
-        if cache_bytes + MEMORY_RESERVE > free_bytes(self.device):
+        if page_bytes + SLOTS_PER_SEQUENCE * row.batch * state_bytes + MEMORY_RESERVE > free_bytes(self.device):
             return row
         cache = cache_class(self.model, max_seq_len=tokens)
         timed = TimedGenerator(self.model, self.tokenizer, cache, row.batch, row.work == "ngram")
@@ -188,11 +190,12 @@ class _Benchmark:
             return self._with_results(row, sorted(timings[PROMPT_REPEATS:])[PROMPT_REPEATS // 2], 0.0, row.context)
         before = max(1, row.context - config.tokens // 2)  # centre the timed steps on the context
         timing = timed.time_decode(row.batch, before, config.tokens, config.ngram)
-        tokens_read = row.batch * (before + config.tokens / 2)
-        return self._with_results(row, timing, cache_bytes / tokens * tokens_read, row.batch)
+        pages_read = page_bytes / tokens * row.batch * (before + config.tokens / 2)
+        states_moved = 2 * row.batch * state_bytes  # each is read and written
+        return self._with_results(row, timing, pages_read + states_moved, row.batch)
 
     def _with_results(self, row: BenchmarkRow, timing: Timing, cache_bytes: float, tokens: int) -> BenchmarkRow:
-        """The measurement of steps that each read `cache_bytes` of KV cache and compute so many `tokens`."""
+        """The measurement of steps that each move `cache_bytes` of the cache and compute so many `tokens`."""
         step = timing.seconds / timing.steps
         read = self.bytes_per_step + round(cache_bytes)
         idle = max(0.0, 1 - timing.forward_seconds / timing.seconds)
@@ -234,6 +237,14 @@ class _Benchmark:
             rows=rows,
             system=describe_hardware(),
         )
+
+
+def _cache_bytes(model: TimedModel, cache_class: type[CacheBase], tokens: int) -> tuple[int, int]:
+    """(bytes of a cache's pages for so many tokens, bytes of one sequence's recurrent state)."""
+    cache = cache_class(model, max_seq_len=tokens, lazy=True)
+    shapes = [replace(shape, state=None) for shape in model.cache_shapes]
+    pages = cache_class(CacheOwnerInfo(shapes, model.cache_dtype), max_seq_len=tokens, lazy=True)
+    return sum(pages.layer_bytes()), cache.state_bytes
 
 
 def _step_costs(model: TimedModel, summary: Summary) -> tuple[int, int]:

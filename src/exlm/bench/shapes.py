@@ -1,13 +1,36 @@
-"""Sizes of known models, as in their config.json, and the formats of random weights. Imports no torch."""
+"""Sizes of known models, as in their config.json and their files, and the formats of random weights. Imports no torch.
+
+A shape names every stored tensor: matrices, which tools quantise one by one, and floats, which they leave alone. A
+stored matrix may hold several of the model's, as `in_proj_qkv` does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal, NamedTuple
 
 FORMATS = {"exl2": 4.1, "gptq": 4.0, "gguf": 4.5, "dense": 16.0}
 """Formats of random weights, and the default bits per weight of each."""
+
+Values = Literal["one", "zero", "conv", "a_log", "dt_bias", "matrix"]
+"""What random floats are like: near one or zero, a convolution's, a recurrence's log decay or time step, a matrix's."""
+
+
+class StoredMatrix(NamedTuple):
+    """A matrix; its name within the layer has no suffix."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+
+class StoredFloats(NamedTuple):
+    """A tensor that no tool quantises; its name within the layer has its suffix."""
+
+    name: str
+    shape: tuple[int, ...]
+    values: Values = "one"
 
 
 @dataclass(frozen=True)
@@ -22,6 +45,12 @@ class Shape:
     vocab: int
     positions: int = 4096
     theta: float = 10000.0
+
+    embed_name: ClassVar[str] = "model.embed_tokens.weight"
+    final_norm_name: ClassVar[str] = "model.norm.weight"
+    layer_prefix: ClassVar[str] = "model.layers.{}."
+    tied: ClassVar[bool] = False
+    norm_values: ClassVar[Values] = "one"  # "zero" where norms are stored less one
 
     @property
     def head_dim(self) -> int:
@@ -44,25 +73,42 @@ class Shape:
             "rope_theta": self.theta,
             "hidden_act": "silu",
             "torch_dtype": "float16",
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": self.tied,
             "bos_token_id": 1,
             "eos_token_id": 2,
         }
 
-    def matrices(self) -> Iterator[tuple[str, int, int]]:
-        """(name within a layer, in, out), as files order them."""
-        yield "mlp.down_proj", self.mlp, self.hidden
-        yield "mlp.gate_proj", self.hidden, self.mlp
-        yield "mlp.up_proj", self.hidden, self.mlp
+    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
+        """The matrices of a layer that tools quantise, as files order them."""
+        yield from self.gated_mlp("mlp.", self.mlp)
         yield from self.attention()
 
-    def attention(self) -> Iterator[tuple[str, int, int]]:
+    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
+        """The other tensors of a layer."""
+        yield StoredFloats("input_layernorm.weight", (self.hidden,), self.norm_values)
+        yield StoredFloats("post_attention_layernorm.weight", (self.hidden,), self.norm_values)
+
+    def attention(self) -> Iterator[StoredMatrix]:
         """`matrices` of the attention only."""
         hidden, wide, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        yield "self_attn.k_proj", hidden, kv
-        yield "self_attn.o_proj", wide, hidden
-        yield "self_attn.q_proj", hidden, wide
-        yield "self_attn.v_proj", hidden, kv
+        yield StoredMatrix("self_attn.k_proj", hidden, kv)
+        yield StoredMatrix("self_attn.o_proj", wide, hidden)
+        yield StoredMatrix("self_attn.q_proj", hidden, wide)
+        yield StoredMatrix("self_attn.v_proj", hidden, kv)
+
+    def gated_mlp(
+        self, prefix: str, width: int, names: tuple[str, str, str] = ("down_proj", "gate_proj", "up_proj")
+    ) -> Iterator[StoredMatrix]:
+        """`matrices` of an MLP or expert; `names`: down, gate, up."""
+        down, gate, up = names
+        yield StoredMatrix(prefix + down, width, self.hidden)
+        yield StoredMatrix(prefix + gate, self.hidden, width)
+        yield StoredMatrix(prefix + up, self.hidden, width)
+
+    def qk_norms(self, names: tuple[str, str] = ("q_norm", "k_norm")) -> Iterator[StoredFloats]:
+        """`floats` of normalised query and key heads."""
+        for name in names:
+            yield StoredFloats(f"self_attn.{name}.weight", (self.head_dim,), self.norm_values)
 
 
 @dataclass(frozen=True)
@@ -81,14 +127,16 @@ class Mixtral(Shape):
             "num_experts_per_tok": self.active,
         }
 
-    def matrices(self) -> Iterator[tuple[str, int, int]]:
-        """(name within a layer, in, out), as files order them."""
+    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
+        """The experts' matrices, then the attention's."""
         for e in range(self.experts):
-            yield f"block_sparse_moe.experts.{e}.w1", self.hidden, self.mlp
-            yield f"block_sparse_moe.experts.{e}.w2", self.mlp, self.hidden
-            yield f"block_sparse_moe.experts.{e}.w3", self.hidden, self.mlp
-        yield "block_sparse_moe.gate", self.hidden, self.experts
+            yield from self.gated_mlp(f"block_sparse_moe.experts.{e}.", self.mlp, ("w2", "w1", "w3"))
         yield from self.attention()
+
+    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
+        """The router and the norms."""
+        yield StoredFloats("block_sparse_moe.gate.weight", (self.experts, self.hidden), "matrix")
+        yield from super().floats(layer)
 
 
 @dataclass(frozen=True)
@@ -114,15 +162,380 @@ class Qwen3Moe(Mixtral):
             "rms_norm_eps": 1e-6,
         }
 
-    def matrices(self) -> Iterator[tuple[str, int, int]]:
-        """(name within a layer, in, out), as files order them."""
+    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
+        """The experts' matrices, then the attention's."""
         for e in range(self.experts):
-            yield f"mlp.experts.{e}.down_proj", self.mlp, self.hidden
-            yield f"mlp.experts.{e}.gate_proj", self.hidden, self.mlp
-            yield f"mlp.experts.{e}.up_proj", self.hidden, self.mlp
-        yield "mlp.gate", self.hidden, self.experts
+            yield from self.gated_mlp(f"mlp.experts.{e}.", self.mlp)
         yield from self.attention()
 
+    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
+        """The router and the norms."""
+        yield StoredFloats("mlp.gate.weight", (self.experts, self.hidden), "matrix")
+        yield from Shape.floats(self, layer)
+        yield from self.qk_norms()
+
+
+@dataclass(frozen=True)
+class Qwen35(Shape):
+    """The sizes of a Qwen 3.5 model: gated delta nets, and attention with an output gate in every fourth layer."""
+
+    head: int = 256
+    key_heads: int = 16
+    value_heads: int = 32
+    state_dim: int = 128  # width of a head's key, and of its value
+    conv: int = 4
+
+    norm_values: ClassVar[Values] = "zero"
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.head
+
+    @property
+    def key_width(self) -> int:
+        """Width of a delta net's q, and of its k."""
+        return self.key_heads * self.state_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a delta net's v, z and output."""
+        return self.value_heads * self.state_dim
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of each layer's mixer."""
+        return ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(self.layers)]
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        pairs = self.head_dim // 8  # a quarter of a head turns
+        rope = {
+            "rope_type": "default",
+            "rope_theta": self.theta,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [(pairs + 2 - plane) // 3 for plane in range(3)],
+        }
+        config = super().config() | self.delta_net_config() | {"rope_parameters": rope, "layer_types": self.layer_types}
+        del config["rope_theta"]
+        return config | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+
+    def delta_net_config(self) -> dict[str, Any]:
+        """The part of config.json about heads and delta nets."""
+        return {
+            "rms_norm_eps": 1e-6,
+            "head_dim": self.head_dim,
+            "attn_output_gate": True,
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads,
+            "linear_key_head_dim": self.state_dim,
+            "linear_value_head_dim": self.state_dim,
+            "linear_conv_kernel_dim": self.conv,
+        }
+
+    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
+        """The MLP's matrices, then the mixer's."""
+        yield from self.gated_mlp("mlp.", self.mlp)
+        yield from self.mixer(layer)
+
+    def mixer(self, layer: int) -> Iterator[StoredMatrix]:
+        """`matrices` of the mixer; the queries' matrix holds their gate, too."""
+        if self.layer_types[layer] == "full_attention":
+            for one in self.attention():
+                yield one._replace(outputs=2 * one.outputs) if one.name == "self_attn.q_proj" else one
+        else:
+            yield from self.delta_net()
+
+    def delta_net(self) -> Iterator[StoredMatrix]:
+        """`matrices` of a delta net."""
+        yield StoredMatrix("linear_attn.in_proj_qkv", self.hidden, 2 * self.key_width + self.value_width)
+        yield StoredMatrix("linear_attn.in_proj_z", self.hidden, self.value_width)
+        yield StoredMatrix("linear_attn.out_proj", self.value_width, self.hidden)
+
+    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
+        """The layer's norms, and what a delta net has for each channel or head."""
+        yield from super().floats(layer)
+        if self.layer_types[layer] == "full_attention":
+            yield from self.qk_norms()
+            return
+        prefix, channels = "linear_attn.", 2 * self.key_width + self.value_width
+        yield StoredFloats(prefix + "conv1d.weight", (channels, 1, self.conv), "conv")
+        yield StoredFloats(prefix + "A_log", (self.value_heads,), "a_log")
+        yield StoredFloats(prefix + "dt_bias", (self.value_heads,), "dt_bias")
+        yield StoredFloats(prefix + "norm.weight", (self.state_dim,))
+        yield from self.decay_projections()
+
+    def decay_projections(self) -> Iterator[StoredFloats]:
+        """The matrices with one output for each head."""
+        yield StoredFloats("linear_attn.in_proj_a.weight", (self.value_heads, self.hidden), "matrix")
+        yield StoredFloats("linear_attn.in_proj_b.weight", (self.value_heads, self.hidden), "matrix")
+
+
+@dataclass(frozen=True)
+class Qwen35Moe(Qwen35):
+    """The sizes of a Qwen 3.5 MoE model: experts of width `mlp`, and a gated shared one."""
+
+    experts: int = 256
+    active: int = 8
+    shared: int = 512
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        config = super().config() | self.experts_config()
+        return config | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+
+    def experts_config(self) -> dict[str, Any]:
+        """The part of config.json about experts."""
+        return {
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.active,
+            "moe_intermediate_size": self.mlp,
+            "shared_expert_intermediate_size": self.shared,
+        }
+
+    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
+        """The experts' matrices, then the mixer's."""
+        for e in range(self.experts):
+            yield from self.gated_mlp(f"mlp.experts.{e}.", self.mlp)
+        yield from self.gated_mlp("mlp.shared_expert.", self.shared)
+        yield from self.mixer(layer)
+
+    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
+        """The router, the shared expert's gate and those of a dense model."""
+        yield StoredFloats("mlp.gate.weight", (self.experts, self.hidden), "matrix")
+        yield StoredFloats("mlp.shared_expert_gate.weight", (1, self.hidden), "matrix")
+        yield from super().floats(layer)
+
+
+@dataclass(frozen=True)
+class Qwen3Next(Qwen35Moe):
+    """The sizes of a Qwen3-Next model: Qwen 3.5 MoE whose delta nets have two fused projections."""
+
+    dense_mlp: int = 5120  # of layers without experts, of which there are none
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        own = {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "intermediate_size": self.dense_mlp,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "full_attention_interval": 4,
+            "partial_rotary_factor": 0.25,
+        }
+        return Shape.config(self) | self.delta_net_config() | self.experts_config() | own
+
+    def delta_net(self) -> Iterator[StoredMatrix]:
+        """`matrices` of a delta net: for each key head its q, k, v and z."""
+        yield StoredMatrix("linear_attn.in_proj_qkvz", self.hidden, 2 * (self.key_width + self.value_width))
+        yield StoredMatrix("linear_attn.out_proj", self.value_width, self.hidden)
+
+    def decay_projections(self) -> Iterator[StoredFloats]:
+        """For each key head its b and a."""
+        yield StoredFloats("linear_attn.in_proj_ba.weight", (2 * self.value_heads, self.hidden), "matrix")
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """The sizes of a Mamba 2 mixer."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int = 128
+    conv: int = 4
+
+    @property
+    def width(self) -> int:
+        """Width of x, z and the output."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of x, B and C together."""
+        return self.width + 2 * self.groups * self.state
+
+    def matrices(self, prefix: str, hidden: int) -> Iterator[StoredMatrix]:
+        """The matrices of the mixer."""
+        yield StoredMatrix(prefix + "in_proj", hidden, self.width + self.channels + self.heads)
+        yield StoredMatrix(prefix + "out_proj", self.width, hidden)
+
+    def floats(self, prefix: str) -> Iterator[StoredFloats]:
+        """The other tensors of the mixer."""
+        yield StoredFloats(prefix + "A_log", (self.heads,), "a_log")
+        yield StoredFloats(prefix + "D", (self.heads,))
+        yield StoredFloats(prefix + "dt_bias", (self.heads,), "dt_bias")
+        yield StoredFloats(prefix + "conv1d.weight", (self.channels, 1, self.conv), "conv")
+        yield StoredFloats(prefix + "conv1d.bias", (self.channels,), "zero")
+        yield StoredFloats(prefix + "norm.weight", (self.width,))
+
+
+@dataclass(frozen=True)
+class NemotronH(Shape):
+    """The sizes of a Nemotron-H model: each layer is one of Mamba 2 (M), an MLP without a gate (-), attention (*)."""
+
+    head: int = 128
+    pattern: str = ""  # a letter for each layer
+    mamba: Mamba = Mamba(128, 80, 8)
+
+    embed_name: ClassVar[str] = "backbone.embeddings.weight"
+    final_norm_name: ClassVar[str] = "backbone.norm_f.weight"
+    layer_prefix: ClassVar[str] = "backbone.layers.{}."
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.head
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        config = super().config() | {
+            "architectures": ["NemotronHForCausalLM"],
+            "model_type": "nemotron_h",
+            "head_dim": self.head,
+            "hybrid_override_pattern": self.pattern,
+            "layer_norm_epsilon": 1e-5,
+            "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "mamba_num_heads": self.mamba.heads,
+            "mamba_head_dim": self.mamba.head_dim,
+            "n_groups": self.mamba.groups,
+            "ssm_state_size": self.mamba.state,
+            "conv_kernel": self.mamba.conv,
+            "use_conv_bias": True,
+            "use_bias": False,
+            "time_step_min": 0.001,
+            "time_step_max": 0.1,
+            "time_step_limit": [0.0, {"__float__": "Infinity"}],
+        }
+        for llama_key in ("rms_norm_eps", "rope_theta", "hidden_act"):
+            del config[llama_key]
+        return config
+
+    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
+        """The matrices of the layer's one part, which is always called `mixer`."""
+        match self.pattern[layer]:
+            case "M":
+                yield from self.mamba.matrices("mixer.", self.hidden)
+            case "*":
+                yield from (one._replace(name=one.name.replace("self_attn.", "mixer.")) for one in self.attention())
+            case "-":
+                yield StoredMatrix("mixer.down_proj", self.mlp, self.hidden)
+                yield StoredMatrix("mixer.up_proj", self.hidden, self.mlp)
+
+    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
+        """The layer's norm, and the mixer's floats."""
+        yield StoredFloats("norm.weight", (self.hidden,))
+        if self.pattern[layer] == "M":
+            yield from self.mamba.floats("mixer.")
+
+
+@dataclass(frozen=True)
+class GraniteHybrid(Shape):
+    """The sizes of a Granite 4.0 H model: Mamba 2 or attention, then experts of width `mlp` and a shared MLP."""
+
+    experts: int = 64
+    active: int = 6
+    shared: int = 1024
+    attended: tuple[int, ...] = ()  # the layers with attention
+    mamba: Mamba = Mamba(48, 64, 1)
+
+    tied: ClassVar[bool] = True
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        kinds = ["attention" if layer in self.attended else "mamba" for layer in range(self.layers)]
+        return super().config() | {
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "model_type": "granitemoehybrid",
+            "layer_types": kinds,
+            "position_embedding_type": "nope",
+            "num_local_experts": self.experts,
+            "num_experts_per_tok": self.active,
+            "shared_intermediate_size": self.shared,
+            "embedding_multiplier": 12,
+            "attention_multiplier": 1 / self.head_dim,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6,
+            "mamba_n_heads": self.mamba.heads,
+            "mamba_d_head": self.mamba.head_dim,
+            "mamba_n_groups": self.mamba.groups,
+            "mamba_d_state": self.mamba.state,
+            "mamba_d_conv": self.mamba.conv,
+            "mamba_expand": self.mamba.width // self.hidden,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+        }
+
+    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
+        """The shared MLP's matrices, then the mixer's."""
+        yield StoredMatrix("shared_mlp.input_linear", self.hidden, 2 * self.shared)
+        yield StoredMatrix("shared_mlp.output_linear", self.shared, self.hidden)
+        yield from self.attention() if layer in self.attended else self.mamba.matrices("mamba.", self.hidden)
+
+    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
+        """Norms, router, the mixer's floats, and the experts: files stack them in tensors that stay floats."""
+        yield from super().floats(layer)
+        prefix = "block_sparse_moe."
+        yield StoredFloats(prefix + "input_linear.weight", (self.experts, 2 * self.mlp, self.hidden), "matrix")
+        yield StoredFloats(prefix + "output_linear.weight", (self.experts, self.hidden, self.mlp), "matrix")
+        yield StoredFloats(prefix + "router.layer.weight", (self.experts, self.hidden), "matrix")
+        if layer not in self.attended:
+            yield from self.mamba.floats("mamba.")
+
+
+@dataclass(frozen=True)
+class Lfm2(Shape):
+    """The sizes of an LFM2 model: short convolutions, and attention in some layers; `mlp` is the width that results."""
+
+    attended: tuple[int, ...] = ()  # the layers with attention
+    conv: int = 3
+
+    final_norm_name: ClassVar[str] = "model.embedding_norm.weight"
+    tied: ClassVar[bool] = True
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        config = super().config() | {
+            "architectures": ["Lfm2ForCausalLM"],
+            "model_type": "lfm2",
+            "block_ff_dim": 3 * self.mlp // 2,  # the width is two thirds of it
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+            "conv_L_cache": self.conv,
+            "conv_bias": False,
+            "norm_eps": 1e-5,
+            "layer_types": ["full_attention" if layer in self.attended else "conv" for layer in range(self.layers)],
+            "tie_embedding": True,
+        }
+        for llama_key in ("rms_norm_eps", "intermediate_size", "hidden_act"):
+            del config[llama_key]
+        return config
+
+    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
+        """The MLP's matrices, then the mixer's."""
+        yield from self.gated_mlp("feed_forward.", self.mlp, ("w2", "w1", "w3"))
+        if layer in self.attended:
+            yield from (one._replace(name=one.name.replace("o_proj", "out_proj")) for one in self.attention())
+        else:
+            yield StoredMatrix("conv.in_proj", self.hidden, 3 * self.hidden)
+            yield StoredMatrix("conv.out_proj", self.hidden, self.hidden)
+
+    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
+        """The layer's norms, and the mixer's floats."""
+        yield StoredFloats("operator_norm.weight", (self.hidden,))
+        yield StoredFloats("ffn_norm.weight", (self.hidden,))
+        if layer in self.attended:
+            yield from self.qk_norms(("q_layernorm", "k_layernorm"))
+        else:
+            yield StoredFloats("conv.conv.weight", (self.hidden, 1, self.conv), "conv")
+
+
+NEMOTRON_NANO_PATTERN = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
 
 SHAPES: dict[str, Shape] = {
     "llama-2-7b": Shape(4096, 32, 11008, 32, 32, 32000),
@@ -133,6 +546,12 @@ SHAPES: dict[str, Shape] = {
     "tinyllama-1.1b": Shape(2048, 22, 5632, 32, 4, 32000, 2048),
     "mixtral-8x7b": Mixtral(4096, 32, 14336, 32, 8, 32000, 32768, 1000000.0),
     "qwen3-30b-a3b": Qwen3Moe(2048, 48, 768, 32, 4, 151936, 40960, 1000000.0, 128, 8),
+    "qwen3.5-27b": Qwen35(5120, 64, 17408, 24, 4, 248320, 262144, 1e7, value_heads=48),
+    "qwen3.6-35b-a3b": Qwen35Moe(2048, 40, 512, 16, 2, 248320, 262144, 1e7),
+    "qwen3-next-80b-a3b": Qwen3Next(2048, 48, 512, 16, 2, 151936, 262144, 1e7, experts=512, active=10),
+    "nemotron-nano-9b": NemotronH(4480, 56, 15680, 40, 8, 131072, 131072, pattern=NEMOTRON_NANO_PATTERN),
+    "granite-4-h-tiny": GraniteHybrid(1536, 40, 512, 12, 4, 100352, 131072, attended=(5, 15, 25, 35)),
+    "lfm2-1.2b": Lfm2(2048, 16, 8192, 32, 8, 65536, 128000, 1e6, attended=(2, 5, 8, 10, 12, 14)),
     "smollm2-135m": Shape(576, 30, 1536, 9, 3, 49152, 8192, 100000.0),
     "tiny": Shape(256, 2, 512, 4, 2, 512, 2048),
     "tiny-moe": Mixtral(256, 2, 160, 4, 2, 512, 2048, 10000.0, 4, 2),

@@ -7,9 +7,10 @@ Matrices are made on the device they are used on; scales are chosen so that a fo
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 from zlib import crc32
 
 import torch
@@ -22,7 +23,8 @@ from ..formats.bits import num_words
 from ..formats.exl2 import BIT_WIDTHS
 from ..formats.gguf import BLOCK_LAYOUTS, BlockLayout
 from ..spec.model import matrices
-from .shapes import FORMATS, Shape
+from ..spec.tensor_names import RowRange
+from .shapes import FORMATS, Shape, Values
 
 GROUP_SIZE = 128
 FINE_GROUP_SIZE = 32  # rows of a group in EXL2's segments of more bits
@@ -32,6 +34,19 @@ CYCLE_LENGTH = 16
 """How many tokens a repetitive model cycles through."""
 
 _RESIDUAL_SCALE = 1 / 512  # scale of what a repetitive model's layers add to the residual stream
+
+FLOAT_MATRICES = (".router", ".shared_gate", ".delta.a", ".delta.b")
+"""Roles of matrices that no tool quantises: with an output for each expert or head, or for the token."""
+
+_NORMS = ("attn_norm", "mlp_norm", "attn_post", "mlp_post", "final_norm", "q_norm", "k_norm")  # with the model's offset
+_VALUES_BY_PART: Mapping[str, Values] = {
+    "conv": "conv",
+    "a_log": "a_log",
+    "dt_bias": "dt_bias",
+    "selection_bias": "zero",
+}
+_TIME_STEPS = 0.001, 0.1  # least and largest of a recurrence's time steps, as Mamba 2 is initialised
+_LARGEST_DECAY = 16.0
 
 
 class RandomTensors:
@@ -54,6 +69,25 @@ class RandomTensors:
         """(rows, columns) float16 with eight significant bits, since most models are trained in bfloat16."""
         out = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
         return out.normal_(0, deviation, generator=self._generator).half()
+
+    def vector(self, shape: Sequence[int], values: Values) -> Tensor:
+        """Floats in float16, as a model has them that no tool quantises."""
+        count = torch.Size(shape).numel()
+        match values:
+            case "one" | "zero":
+                found = self.floats(1, count, 0.1) + (1 if values == "one" else 0)
+            case "conv" | "matrix":
+                found = self.floats(count // shape[-1], shape[-1], shape[-1] ** -0.5)
+            case "a_log":
+                found = (1 + (_LARGEST_DECAY - 1) * self._uniform(count)).log().half()
+            case "dt_bias":
+                low, high = _TIME_STEPS
+                steps = low * (high / low) ** self._uniform(count)
+                found = (steps + (-torch.expm1(-steps)).log()).half()  # the inverse of softplus
+        return found.view(*shape)
+
+    def _uniform(self, count: int) -> Tensor:
+        return torch.rand(count, device=self.device, generator=self._generator)
 
     def permutation(self, length: int) -> Tensor:
         """An int32 permutation, the same for each length: matrices that share an input share it in files."""
@@ -277,7 +311,9 @@ class SyntheticCheckpoint:
         self._repetitive = repetitive
         self._seed = seed
         self._sizes = {m.role: (m.in_features, m.out_features) for m in matrices(model)}
+        self._fused = _fused_matrices(model, self._sizes)
         self._sizes["embed"] = model.hidden, model.vocab
+        self._norm_offset = model.final_norm.offset
 
     @property
     def files(self) -> NoFiles:
@@ -285,15 +321,16 @@ class SyntheticCheckpoint:
         return NoFiles(sum(self.describe(role)[1] for role in self._sizes))
 
     def has(self, role: str) -> bool:
-        """Whether the model has this matrix."""
-        return role in self._sizes
+        """Whether the model has this matrix, or stores the weights of a convolution as one."""
+        return role in self._sizes or role.endswith(".conv")
 
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The format's name, and the bytes the matrix would have in files."""
         inputs, outputs = self._sizes[role]
-        if role == "embed" or role.endswith(".router"):  # no tool quantises these
+        if role == "embed" or role.endswith(FLOAT_MATRICES):
             return "dense float16", 2 * inputs * outputs
-        return self._format.name, self._format.nbytes(inputs, outputs, role == "head")
+        stored = self._fused[role].outputs if role in self._fused else outputs
+        return self._format.name, self._format.nbytes(inputs, stored, role == "head") * outputs // stored
 
     def unused(self) -> list[str]:
         """No tensor is unused."""
@@ -309,11 +346,16 @@ class SyntheticCheckpoint:
         suffix: str = "weight",
         finite: bool = False,
     ) -> Tensor:
-        """Values near one, for norms."""
+        """Values near one for norms, or near zero if the model adds one; what a recurrence is initialised to."""
         first = shape[0]
-        sizes = first if isinstance(first, tuple) else (first,)
-        values = self._random(role + suffix, device).floats(1, torch.Size(sizes).numel(), 0.1)
-        return (values.view(sizes) + 1).to(dtype)
+        sizes = first if isinstance(first, tuple) else tuple(one for one in shape if isinstance(one, int))
+        return self._random(role + suffix, device).vector(sizes, self._values_of(role, suffix)).to(dtype)
+
+    def _values_of(self, role: str, suffix: str) -> Values:
+        part = role.rpartition(".")[2]
+        if suffix == "bias" or (part in _NORMS and self._norm_offset == 1.0):
+            return "zero"
+        return _VALUES_BY_PART.get(part, "one")
 
     def weight(
         self,
@@ -332,10 +374,15 @@ class SyntheticCheckpoint:
             if self._repetitive:
                 return DenseWeight(self._cycle_embedding(device))
             return DenseWeight(random.floats(out_features, in_features, 1.0))
-        writes_residual = self._repetitive and role.endswith((".o", ".down"))
+        writes_residual = self._repetitive and role.endswith((".o", ".down", ".out"))
         deviation = in_features**-0.5 * (_RESIDUAL_SCALE if writes_residual else 1.0)
-        fmt = SyntheticDense() if role.endswith(".router") else self._format
-        weight = fmt.weight(in_features, out_features, random, role == "head", deviation)
+        fmt = SyntheticDense() if role.endswith(FLOAT_MATRICES) else self._format
+        fused = self._fused.get(role)
+        if fused is None:
+            weight = fmt.weight(in_features, out_features, random, role == "head", deviation)
+        else:
+            whole = fmt.weight(in_features, fused.outputs, self._random(fused.name, device), False, deviation)
+            weight = _take_outputs(whole, fused.rows)
         if isinstance(weight, DenseWeight) and dtype is not None:
             return DenseWeight(weight.data.to(dtype))
         return weight
@@ -351,6 +398,33 @@ class SyntheticCheckpoint:
 
     def _random(self, role: str, device: torch.device) -> RandomTensors:
         return RandomTensors(crc32(role.encode()) ^ self._seed, device)
+
+
+class FusedMatrix(NamedTuple):
+    """Where a matrix is stored together with others."""
+
+    name: str
+    outputs: int  # of all of them
+    rows: tuple[RowRange, ...]
+
+
+def _fused_matrices(model: spec.Model, roles: Iterable[str]) -> dict[str, FusedMatrix]:
+    """The matrices that a family stores as rows of another; each is one for a tool that quantises."""
+    located = {role: model.names.locations_of(role)[0] for role in roles}
+    names = {role: f"{one.key} {one.expert_rows or ''}" for role, one in located.items() if one.rows}
+    outputs: dict[str, int] = {}
+    for role, name in names.items():
+        outputs[name] = max(outputs.get(name, 0), *(stop for _, stop in located[role].rows))
+    return {role: FusedMatrix(name, outputs[name], located[role].rows) for role, name in names.items()}
+
+
+def _take_outputs(weight: Weight, rows: Sequence[RowRange]) -> Weight:
+    """These outputs of a matrix, in this order."""
+    index = torch.cat([torch.arange(*span) for span in rows])
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(weight.data[index.to(weight.data.device)])
+    assert isinstance(weight, PackedWeight)
+    return weight.take_columns(index.to(weight.segments[0].codes.device))
 
 
 def token_cycle(vocab: int) -> range:

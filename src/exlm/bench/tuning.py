@@ -130,10 +130,17 @@ class _DecodeTimer:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        pages = -(-CONTEXT // Cache.page_size)
-        self._cache = Cache(model, max_seq_len=max(BATCH_SIZES) * pages * Cache.page_size)
+        pages, most = -(-CONTEXT // Cache.page_size), max(BATCH_SIZES)
+        self._cache = Cache(model, max_seq_len=most * pages * Cache.page_size)
+        self._cache.allocate_states(2 * most)  # each row reads one recurrent state and writes another
         self._sequences = [
-            PlainSequence([1], list(range(row * pages, (row + 1) * pages))) for row in range(max(BATCH_SIZES))
+            PlainSequence(
+                [1],
+                list(range(row * pages, (row + 1) * pages)),
+                state_source=row,
+                state_targets=[(0, most + row)],
+            )
+            for row in range(most)
         ]
 
     def run_once(self) -> None:

@@ -30,7 +30,12 @@ MB = 1 << 20
 ASSUMED_LOGITS_ROWS = 64
 """Rows of logits that a step is assumed to compute."""
 
-MERGED_MATRICES = ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")
+MERGED_MATRICES = (
+    ("attn.q", "attn.k", "attn.v"),
+    ("delta.q", "delta.k", "delta.v"),
+    ("delta.z", "delta.a", "delta.b"),
+    ("mlp.gate", "mlp.up"),
+)
 """Matrices that a GPU dequantises together, for one GEMM."""
 
 MAX_CONTEXT = 1 << 24
@@ -233,7 +238,7 @@ def estimate_modules(
         name = f"layers.{i}"
         workspace = _dequantized_bytes(packed_sizes[name], profile) + _activation_bytes(config, layer, profile)
         states = state_bytes[i] if state_bytes else 0
-        weights = weight_bytes[name] + 6 * m.hidden * 4
+        weights = weight_bytes[name] + _parameter_bytes(layer, m.hidden)
         modules.append(ModuleMemory(name, weights, cache_bytes[i] + states, workspace, states=states))
     rows = config.max_output_len or ASSUMED_LOGITS_ROWS
     dequantized = (
@@ -341,6 +346,15 @@ def _matrix_bytes(source: WeightSource, matrix: Matrix, item_bytes: int) -> tupl
     if form.startswith("dense"):
         return (matrix.in_features + matrix.bias) * matrix.out_features * item_bytes, False
     return nbytes, True
+
+
+def _parameter_bytes(layer: spec.Layer, hidden: int) -> int:
+    """Bytes of a layer's norms, and of a recurrent mixer's convolution, in float32."""
+    total = 6 * hidden
+    if layer.state is not None:
+        past, channels = layer.state.conv
+        total += (past + 3) * channels  # its taps and bias, and a norm of the outputs
+    return 4 * total
 
 
 def _embedding_bytes(source: WeightSource, m: spec.Model, item_bytes: int) -> tuple[int, int]:
