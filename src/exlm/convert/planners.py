@@ -1,9 +1,9 @@
 """The planners for the two containers: `FolderPlanner` for safetensors, `GgufPlanner` for a GGUF file.
 
-Both give each role's tensors the name of the family's first location that holds the role alone. From a folder, a matrix with tensors of
-its own is copied byte for byte and one in a fused tensor is sliced out; tensors of no role (a vision tower,
-leftovers) are copied under their own names. A GGUF file is read by role, with its converter's changes undone:
-floats are kept, quantised matrices can only be unpacked, and a tensor of no role is refused, since it has no
+Both give each role's tensors the name of the family's first location that holds the role alone. From a folder, a
+matrix with tensors of its own is copied byte for byte and one in a fused tensor is sliced out; tensors of no role (a
+vision tower, leftovers) are copied under their own names. A GGUF file is read by role, with its converter's changes
+undone: floats are kept, quantised matrices can only be unpacked, and a tensor of no role is refused, since it has no
 name outside GGUF.
 """
 
