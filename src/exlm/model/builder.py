@@ -460,7 +460,7 @@ class Builder:
             lambda backend: backend.moe(moe, gate, up, down, bias),
         )
         gate_or_none: Sequence[Linear | None] = gates or [None] * moe.experts
-        experts = Experts(kernel, [Expert(*three) for three in zip(gate_or_none, ups, downs, strict=True)])
+        experts = Experts(kernel, [Expert(*three) for three in zip(gate_or_none, ups, downs, strict=True)], bias)
         routed = MoeMlp(self.linear(prefix + "mlp.router"), experts)
         if moe.shared is None:
             return routed
