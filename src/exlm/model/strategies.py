@@ -19,6 +19,7 @@ from ..parallel import (
     MatrixSlice,
     ReceivedEmbedding,
     ShardedSource,
+    check_pipelined,
     check_shardable,
     combine_ranks,
     shard_spec,
@@ -99,6 +100,7 @@ class PipelineParallel(ParallelStrategy):
         count = len(self.config.spec.layers)
         if self.size > count:
             raise Unsupported(f"{self.size} ranks cannot have a layer each of a model of {count}: use fewer ranks.")
+        check_pipelined(self.config.spec)
 
     def load(self, rank: int, device_info: DeviceInfo, progress: LoadProgress) -> LoadSteps:
         first, last = self._layers_of(rank)
