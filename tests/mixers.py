@@ -25,7 +25,7 @@ NORM = spec.Norm()
 ROPE = spec.Rope(1e4, 16)
 ATTENTION = spec.Attention(4, 2, 16, ROPE, 0.25)
 DELTA = spec.DeltaNet(2, 4, 32, 16, 4, 1e-6, decay="channel", gate_act="sigmoid", gate_rank=32)
-LATENT = spec.LatentAttention(4, 16, 16, 24, kv_rank=32, q_rank=32, rope=None, scale=32**-0.5, norm_eps=1e-6)
+LATENT = spec.LatentAttention(4, 16, 16, 24, kv_rank=64, q_rank=32, rope=None, scale=32**-0.5, norm_eps=1e-6)
 MAMBA = spec.Mamba2(8, 8, 2, 16, 4, NORM, norm_groups=2)
 CONV = spec.ShortConv(HIDDEN, 3)
 MLP = spec.Mlp(96)
@@ -104,7 +104,7 @@ def parameters() -> dict[str, tuple[int, ...]]:
             found |= {at + "delta.a_log": (4,), at + "delta.dt_bias": (delta.decay_width,)}
             found |= {at + "delta.norm.weight": (delta.value_dim,)}
         if isinstance(layer.mixer, spec.LatentAttention):
-            found |= {at + f"self_attn.{part}_a_layernorm.weight": (32,) for part in ("q", "kv")}
+            found |= {at + "self_attn.q_a_layernorm.weight": (32,), at + "self_attn.kv_a_layernorm.weight": (64,)}
         if isinstance(layer.mixer, spec.Mamba2 | spec.ParallelMixers):
             channels = mamba.conv_channels
             found |= {at + "mamba.conv1d.weight": (channels, 1, 4), at + "mamba.conv1d.bias": (channels,)}
