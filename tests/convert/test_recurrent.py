@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3_5ForCausalLM
 
-from exlm import BadTensor, Config, convert_model
+from exlm import BadTensor, Config, Model, convert_model
 from exlm.checkpoint import open_source
 from exlm.convert.planners import make_plan
 from exlm.families import FAMILIES
@@ -24,6 +25,7 @@ from exlm.parallel.shard import RankSource
 from tests import mixers
 from tests.convert.conversion_helpers import AWQ_JSON, assert_same, read_tensors, update_config, write_awq
 from tests.model.random_quantized import random_exl2, random_gptq, replace_matrices
+from tests.models import zoo
 
 QWEN_MATRICES = r"(in_proj_qkv|in_proj_z|out_proj|(q|k|v|o|gate|up|down)_proj)\.weight"
 GPTQ_JSON = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq"}
@@ -120,6 +122,20 @@ def test_a_fused_matrix_stays_whole_unless_it_is_rewritten(
         assert f"{QKV}.k.qweight" in after
         assert f"{GATED_Q}.gate.qweight" in after
         assert f"{QKV}.qweight" not in after
+
+
+def test_another_library_reads_the_floats(qwen: Path, tmp_path: Path) -> None:
+    replace_matrices(qwen, None, gptq.write, random_gptq, QWEN_MATRICES)
+    update_config(qwen, quantization_config=GPTQ_JSON)
+    target = convert_model(qwen, tmp_path / "new", "dense")
+    ids = torch.arange(5, 60)[None]
+    config = Config(target)
+    config.dtype = torch.float32
+    model = Model(config)
+    model.load()
+    with zoo.silence_transformers(), torch.no_grad():
+        want = Qwen3_5ForCausalLM.from_pretrained(target, dtype=torch.float32)(ids, use_cache=False).logits
+    torch.testing.assert_close(model.forward(ids), want, rtol=1e-4, atol=1e-4)
 
 
 def test_matrices_stored_alone_are_fused_as_floats(tmp_path: Path) -> None:

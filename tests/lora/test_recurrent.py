@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exlm import BadTensor, Cache, Config, Lora, Model
+from exlm import BadTensor, Cache, Config, Lora, Model, Unsupported
 from exlm.families import FAMILIES
 from tests import mixers
 from tests.lora import peft_folders as peft
@@ -84,3 +84,10 @@ def test_a_fused_adapter_of_another_width_is_refused(fixtures_dir: Path, tmp_pat
     wrong = {"model.layers.3.self_attn.q_proj": (256, 256)}  # without the gate's rows
     with pytest.raises(BadTensor, match=r"q_proj\.lora_B.*expected shape \[512, 4\], found \[256, 4\]"):
         Lora.from_directory(model, peft.write_adapter(tmp_path / "a", wrong).folder)
+
+
+def test_an_adapter_of_a_convolution_is_refused(fixtures_dir: Path, tmp_path: Path) -> None:
+    model = load(fixtures_dir / "tiny-qwen3_5")
+    adapter = peft.write_adapter(tmp_path / "a", {"model.layers.0.linear_attn.conv1d": (4, 512)})
+    with pytest.raises(Unsupported, match=r"conv1d\.lora_A.* changes a convolution.*merge_and_unload"):
+        Lora.from_directory(model, adapter.folder)
