@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from exlm import Config, Unsupported, convert_model
+from exlm.convert.side_files import MODEL_TYPES
 from tests.checkpoint import gguf_models
 from tests.checkpoint.gguf_bytes import write_gguf as write_gguf
 from tests.convert.conversion_helpers import (
@@ -109,6 +110,14 @@ def test_gguf_tensors_without_a_role_would_be_lost(tmp_path: Path) -> None:
     write_gguf(tmp_path / "x.gguf", "llama", {**arrays, "blk.0.extra.weight": arrays["output_norm.weight"]}, values)
     with pytest.raises(Unsupported, match=r"'blk\.0\.extra\.weight'.*would be lost"):
         convert_model(tmp_path / "x.gguf", tmp_path / "new")
+
+
+def test_architectures_without_a_model_type_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf_models.write_model(tmp_path / "m.gguf", "llama")
+    monkeypatch.delitem(MODEL_TYPES, "LlamaForCausalLM")
+    with pytest.raises(Unsupported, match=r"m\.gguf: .*LlamaForCausalLM.* no model_type"):
+        convert_model(tmp_path / "m.gguf", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_rotary_factors_of_gguf_go_into_the_config(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from exlm.parallel.shard import (
     slice_weight,
 )
 from exlm.spec.model import matrices
-from tests import tiny
+from tests import mixers, tiny
 from tests.models import zoo
 from tests.models.zoo_cases import CASES, Case
 from tests.parallel.thread_ranks import CPU, load_shards, rank0_logits
@@ -110,6 +110,40 @@ def test_too_many_ranks_are_refused(tmp_path: Path) -> None:
         else:
             with pytest.raises(Unsupported, match=r"mean of all heads together.*load_autosplit"):
                 check_shardable(changed, 2)
+
+
+UNSHARDED = {
+    "a recurrent mixer": (0, 2, 3, 4),
+    "latent attention": (1,),
+    "gated attention": (6,),
+    "only a mixer or only an MLP": (5,),
+}
+
+
+@pytest.mark.parametrize(("what", "layers"), UNSHARDED.items())
+def test_parts_without_a_rule_are_refused(what: str, layers: tuple[int, ...]) -> None:
+    for i in layers:
+        model = replace(mixers.MODEL, layers=mixers.LAYERS[i : i + 1])
+        with pytest.raises(Unsupported, match=rf"Layer 0 has {what}, .*model\.load_autosplit\(cache\)"):
+            check_shardable(model, 2)
+
+
+def test_a_shared_expert_is_not_sharded() -> None:
+    layer = spec.Layer(mixers.ATTENTION, mixers.GATED_MOE, mixers.NORM, mixers.NORM)
+    with pytest.raises(Unsupported, match=r"has a shared expert, .*load_autosplit"):
+        check_shardable(replace(mixers.MODEL, layers=(layer,)), 2)
+    routed = replace(layer, mlp=replace(mixers.GATED_MOE, shared=None, shared_gated=False))
+    check_shardable(replace(mixers.MODEL, layers=(routed,)), 2)
+
+
+@pytest.mark.parametrize("method", ["load_tp", "load_pipeline"])
+def test_recurrent_models_are_not_divided_among_processes(fixtures_dir: Path, method: str) -> None:
+    config = Config(fixtures_dir / "tiny-qwen3_5")
+    config.device = "cpu"
+    model = Model(config)
+    with pytest.raises(Unsupported, match=r"Layer 0 (has|keeps) a recurrent .*load_autosplit\(cache\)"):
+        getattr(model, method)(gpu_split=[1, 1])
+    assert not model.loaded
 
 
 @pytest.mark.parametrize("name", FIXTURES)

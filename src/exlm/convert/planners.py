@@ -324,7 +324,7 @@ class GgufPlanner(ConversionPlanner):
     def _mark_used(self, role: str) -> None:
         stored = self.checkpoint.find(role)
         assert stored is not None
-        self.used_names |= {f"{stored.key}.weight", f"{stored.key}.bias"}
+        self.used_names |= {stored.tensor_key("weight"), stored.tensor_key("bias")}
 
 
 def make_plan(

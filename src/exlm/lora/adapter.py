@@ -79,8 +79,9 @@ class LoraEmbedding(Embedding):
         return x
 
 
-ExpertsKernelFactory = Callable[[list[LinearFn], list[LinearFn], list[LinearFn]], MoeFn]
-"""The gate, up and down matrices of every expert → a kernel that runs them."""
+ExpertsKernelFactory = Callable[[list[LinearFn], list[LinearFn], list[LinearFn], Tensor | None], MoeFn]
+"""The gate (none for experts without), up and down matrices of every expert, and the selection bias → a kernel that
+runs them."""
 
 
 class LoraExperts(Experts):
@@ -91,7 +92,7 @@ class LoraExperts(Experts):
     """
 
     def __init__(self, inner: Experts, make_kernel: ExpertsKernelFactory) -> None:
-        super().__init__(inner.kernel, inner.experts)
+        super().__init__(inner.kernel, inner.experts, inner.selection_bias)
         self.inner = inner
         self.make_kernel = make_kernel
         # adapter id → (expert, matrix name) → weights
@@ -109,15 +110,18 @@ class LoraExperts(Experts):
             out[base_rows] = self.inner.forward(x[base_rows], logits[base_rows], batch)
         for row, active in enumerate(active_by_row):
             if active:
-                kernel = self.make_kernel(*(self._adapted_matrices(name, active) for name in Expert._fields))
+                gate, up, down = (self._adapted_matrices(name, active) for name in Expert._fields)
+                kernel = self.make_kernel(gate, up, down, self.selection_bias)
                 out[row] = kernel(x[row : row + 1], logits[row : row + 1])[0]
         return out
 
     def _adapted_matrices(self, name: str, active: Iterable[LoraRef]) -> list[LinearFn]:
-        """The gate, up or down matrix of every expert, with these adapters added."""
+        """The gate, up or down matrix of every expert that has one, with these adapters added."""
         out: list[LinearFn] = []
         for index, expert in enumerate(self.experts):
-            linear: Linear = getattr(expert, name)
+            linear: Linear | None = getattr(expert, name)
+            if linear is None:
+                continue
             found = [(self.lora_weights[adapter].get((index, name)), scale) for adapter, scale in active]
             weights = [(one, scale) for one, scale in found if one is not None]
             out.append(partial(_add_lora, linear.kernel, weights) if weights else linear.kernel)

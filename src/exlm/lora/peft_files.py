@@ -232,6 +232,7 @@ A, B = "A", "B"
 MATRIX_BY_SUFFIX = {".lora_A.weight": A, ".lora_B.weight": B, ".lora_embedding_A": A, ".lora_embedding_B": B}
 PREFIX = "base_model.model."
 VISION_MODULE = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
+CONVOLUTION_TENSOR = re.compile(r"\.(conv|\w*conv1d)\.lora_[AB]\.weight$")
 BASE_WEIGHT_SUFFIX = ".base_layer.weight"
 """The model's own weights, which PEFT saves with an adapted embedding."""
 
@@ -347,6 +348,11 @@ class PeftReader:
         if ".modules_to_save." in name or targets.find(name.removeprefix(PREFIX).removesuffix(".weight")):
             return Unsupported(
                 f"{self._location(name)} replaces a whole module, which is not supported. {MERGE_ADVICE}"
+            )
+        if CONVOLUTION_TENSOR.search(name):
+            return Unsupported(
+                f"{self._location(name)} changes a convolution, and only adapters of matrices are supported. "
+                f"{MERGE_ADVICE}"
             )
         if self.model.architecture.endswith("ConditionalGeneration") and VISION_MODULE.match(name.removeprefix(PREFIX)):
             return Unsupported(

@@ -467,7 +467,7 @@ class Builder:
             lambda backend: backend.moe(moe, gate, up, down, bias),
         )
         gate_or_none: Sequence[Linear | None] = gates or [None] * moe.experts
-        experts = Experts(kernel, [Expert(*three) for three in zip(gate_or_none, ups, downs, strict=True)])
+        experts = Experts(kernel, [Expert(*three) for three in zip(gate_or_none, ups, downs, strict=True)], bias)
         router = self.linear(prefix + "mlp.router")
         if moe.latent is None:
             routed = MoeMlp(router, experts)

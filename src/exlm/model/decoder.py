@@ -83,6 +83,10 @@ class Decoder:
                 while isinstance(qkv, ClampedQkv):
                     qkv = qkv.inner
                 return qkv, part
+            case ["layers", layer, "attn", "kv_down" | "k_up" | "v_up" as part]:
+                return self._attention(int(layer)).qkv, part
+            case ["layers", layer, "attn", "q_down" | "q_up" as part]:
+                return self._attention(int(layer)).qkv.q, part.removeprefix("q_")
             case ["layers", layer, "attn", part]:
                 return self._attention(int(layer)), part
             case ["layers", layer, "mlp", "shared", part]:

@@ -19,6 +19,7 @@ from ..parallel import (
     MatrixSlice,
     ReceivedEmbedding,
     ShardedSource,
+    check_pipelined,
     check_shardable,
     combine_ranks,
     shard_spec,
@@ -99,11 +100,7 @@ class PipelineParallel(ParallelStrategy):
         count = len(self.config.spec.layers)
         if self.size > count:
             raise Unsupported(f"{self.size} ranks cannot have a layer each of a model of {count}: use fewer ranks.")
-        if self.size > 1 and self.config.spec.is_recurrent:
-            raise Unsupported(
-                "This model has recurrent layers, whose states only one process keeps: use "
-                "model.load_autosplit(cache), which gives each device whole layers in this process."
-            )
+        check_pipelined(self.config.spec)
 
     def load(self, rank: int, device_info: DeviceInfo, progress: LoadProgress) -> LoadSteps:
         first, last = self._layers_of(rank)

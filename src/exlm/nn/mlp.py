@@ -71,9 +71,11 @@ class Expert(NamedTuple):
 class Experts:
     """All experts of a layer behind one kernel, which routes each token to a few of them."""
 
-    def __init__(self, kernel: MoeFn, experts: Sequence[Expert]) -> None:
+    def __init__(self, kernel: MoeFn, experts: Sequence[Expert], selection_bias: Tensor | None = None) -> None:
+        """`experts` and `selection_bias` are what the kernel was bound to: LoRA binds another to them."""
         self.kernel = kernel
-        self.experts = experts  # what the kernel was bound to; LoRA reads their shapes
+        self.experts = experts
+        self.selection_bias = selection_bias
 
     def forward(self, x: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """(rows, tokens, hidden) and the router's (rows, tokens, experts) → (rows, tokens, hidden)."""

@@ -48,7 +48,7 @@ class RowParallelExperts(RankCombiner, Experts):
     """Experts cut by width: an all-reduce adds the ranks' outputs."""
 
     def __init__(self, group: Group, inner: Experts) -> None:
-        super().__init__(inner.kernel, inner.experts)
+        super().__init__(inner.kernel, inner.experts, inner.selection_bias)
         self.group, self.inner = group, inner
 
     def forward(self, x: Tensor, logits: Tensor, batch: Batch) -> Tensor:

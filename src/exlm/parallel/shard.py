@@ -25,6 +25,9 @@ from ..spec.model import matrices
 
 Range = tuple[int, int]
 
+AUTOSPLIT = "model.load_autosplit(cache), which gives each device whole layers in one process."
+"""The remedy where a model cannot be divided among processes."""
+
 ALIGNMENTS = 128, 32, 1
 """Widths are cut at multiples of the first of these numbers that gives each rank at least one."""
 
@@ -84,10 +87,6 @@ def shardable_parts(layer: spec.Layer) -> tuple[spec.Attention, spec.Mlp | spec.
     return layer.mixer, layer.mlp
 
 
-def _has_shared(layer: spec.Layer) -> bool:
-    return isinstance(layer.mlp, spec.Moe) and layer.mlp.shared is not None
-
-
 def shard_spec(model: spec.Model, rank: int, size: int) -> spec.Model:
     """The spec of a rank's shard: fewer heads and narrower MLPs, the rest unchanged."""
 
@@ -123,17 +122,14 @@ def slice_of_rank(model: spec.Model, role: str, rank: int, size: int) -> MatrixS
 
 def check_shardable(model: spec.Model, size: int) -> None:
     """Raise `Unsupported` for a model that cannot be sharded among so many ranks."""
-    remedy = "Use fewer ranks, or model.load_autosplit(cache), which gives each device whole layers."
+    remedy = f"Use fewer ranks, or {AUTOSPLIT}"
     for i, layer in enumerate(model.layers):
-        if not isinstance(layer.mixer, spec.Attention) or layer.mixer.gated or layer.mlp is None or _has_shared(layer):
-            raise Unsupported(
-                f"Layer {i} has a recurrent mixer, a gated or latent attention, or a shared expert, which are not "
-                f"sharded. {remedy}"
-            )
-        attn = layer.mixer
+        if (part := _unshardable_part(layer)) is not None:
+            raise Unsupported(f"Layer {i} has {part}, which tensor parallel does not shard. Use {AUTOSPLIT}")
+        attn, mlp = shardable_parts(layer)
         if size > attn.heads:
             raise Unsupported(f"Layer {i} has {attn.heads} heads, too few to share among {size} ranks. {remedy}")
-        if size > layer.mlp.width or size > model.vocab:
+        if size > mlp.width or size > model.vocab:
             raise Unsupported(f"Layer {i} is too narrow to share among {size} ranks. {remedy}")
         qk = attn.qk_norm
         if qk is not None and qk.scope == "all" and qk.norm.kind != "rms":
@@ -141,6 +137,30 @@ def check_shardable(model: spec.Model, size: int) -> None:
                 f"Layer {i} needs the mean of all heads together (LayerNorm), which a rank with only some of them "
                 f"cannot compute. {remedy}"
             )
+
+
+def _unshardable_part(layer: spec.Layer) -> str | None:
+    """The part of a layer that has no rule for its slices."""
+    mixer, mlp = layer.mixer, layer.mlp
+    if layer.state is not None:
+        return "a recurrent mixer"
+    if isinstance(mixer, spec.LatentAttention):
+        return "latent attention"
+    if isinstance(mixer, spec.Attention) and mixer.gated:
+        return "gated attention"
+    if isinstance(mlp, spec.Moe) and mlp.shared is not None:
+        return "a shared expert"
+    return "only a mixer or only an MLP" if mixer is None or mlp is None else None
+
+
+def check_pipelined(model: spec.Model) -> None:
+    """Raise `Unsupported` for a model whose caches hold more than pipeline stages are told of."""
+    if model.is_recurrent:
+        layer = next(i for i, layer in enumerate(model.layers) if layer.state is not None)
+        raise Unsupported(
+            f"Layer {layer} keeps a recurrent state, and pipeline parallel does not tell its processes where states "
+            f"are. Use {AUTOSPLIT}"
+        )
 
 
 class RankSource:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from .. import spec
 from ..errors import InputError
 from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS
-from ..spec.model import Matrix, matrices
+from ..spec.model import Matrix
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -31,10 +31,21 @@ TRIPLE_SHARES = ((0.05, 0.15), (0.1, 0.3), (0.05, 0.45), (0.15, 0.5))
 
 
 def quantized_matrices(model: spec.Model) -> Iterator[Matrix]:
-    """The matrices that bits are allocated to: those of the layers, without MoE routers."""
-    for matrix in matrices(model):
-        if matrix.role != "head" and not matrix.role.endswith(".router"):
-            yield matrix
+    """The matrices that bits are allocated to: those of the layers but for the ones that stay floats."""
+    for i, layer in enumerate(model.layers):
+        for matrix in layer.matrices(model.hidden):
+            if not _stays_float(layer, matrix):
+                yield matrix._replace(role=f"layers.{i}.{matrix.role}")
+
+
+def _stays_float(layer: spec.Layer, matrix: Matrix) -> bool:
+    """Whether a matrix has one output for each expert, each head or each token.
+
+    It is small, and one of its numbers decides about a whole expert or a whole state.
+    """
+    if matrix.role == "delta.a":
+        return isinstance(layer.mixer, spec.DeltaNet) and layer.mixer.decay == "head"
+    return matrix.role in ("mlp.router", "mlp.shared_gate", "delta.b")
 
 
 # -- recipes ---------------------------------------------------------------------------------------

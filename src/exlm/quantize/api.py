@@ -111,7 +111,7 @@ def quantize_model(
         if exl2:
             _check_target(ctx, existing)
         check_disk_space(store_dir(output.folder), _disk_bytes(ctx), "the job")
-        check_float16_range(ctx.plan, frozen.spec, ctx.matrices.keys())
+        check_float16_range(ctx.plan, ctx.matrices.keys())
         samples_text = num_sampled_rows(frozen.spec, options) > 0
         peak = peak_bytes(frozen.spec, options.rows, options.length, samples_text=samples_text)
         ctx.report_progress(0, f"calibrating; at most {peak / 1e9:.1f} GB of memory")

@@ -212,9 +212,9 @@ def sample_rows(loader: LayerLoader, prompts: Tensor, length: int, banned: Seque
     out = []
     for first in range(0, len(prompts), SAMPLE_BATCH):
         ids = new = prompts[first : first + SAMPLE_BATCH].to(device)
-        caches = [KVBuffer(length) for _ in decoder.blocks]
-        while ids.shape[1] < length:
-            batch = replace(make_batch(new, ids.shape[1] - new.shape[1]), outputs="last")
+        caches = KVBuffer.for_layers(loader.model, len(ids), length, device)
+        for turn in range(length - ids.shape[1]):
+            batch = replace(make_batch(new, ids.shape[1] - new.shape[1], turn), outputs="last")
             logits, _ = decoder.forward(batch, caches)
             assert logits is not None
             last = logits[:, -1].index_fill_(1, never, -torch.inf)  # EOS: every piece has the full length

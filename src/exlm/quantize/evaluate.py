@@ -27,7 +27,7 @@ from ..errors import InputError, MissingExtra
 from ..kvcache import PAGE_SIZE, Cache
 from ..model import Model
 from ..model.devices import pick_device
-from ..model.model_runner import PagedModelRunner, PlainSequence
+from ..model.model_runner import PlainSequence
 from ..tokenizer import Tokenizer
 from . import calibration
 from .allocation import quantized_matrices
@@ -299,25 +299,45 @@ def measure_speed(model: str | Path, device: str | None) -> dict[str, float] | N
         return None
     loaded.load()
     cache = Cache(loaded, max_seq_len=-(-(length + steps) // PAGE_SIZE) * PAGE_SIZE)
-    runner = loaded.runner(cache)
-    prompt = PlainSequence(
-        [i * 7 % config.vocab_size for i in range(length)], list(range(cache.max_seq_len // PAGE_SIZE))
-    )
+    prompt = [i * 7 % config.vocab_size for i in range(length)]
+    read = _recurrent_reader(loaded, cache) if config.spec.is_recurrent else _paged_reader(loaded, cache, prompt)
     for count in (4, steps):  # the first round warms up: a GPU compiles kernels and captures graphs
+        cache.reset()
         start = time.perf_counter()
-        if length > 1:
-            runner.prefill(prompt, 0, length - 1)
-        token = _next_token(runner, prompt, length - 1, prompt.ids[-1])
+        token = read(prompt, 0)
         prefilled = time.perf_counter()
         for i in range(count):
-            token = _next_token(runner, prompt, length + i, token)
+            token = read([token], length + i)
         end = time.perf_counter()
     loaded.unload()
     return {"prompt": length / (prefilled - start), "generation": steps / (end - prefilled)}
 
 
-def _next_token(runner: PagedModelRunner, prompt: PlainSequence, past: int, token: int) -> int:
-    return int(runner.decode([prompt], [past], [[token]])[0].argmax())
+ReadTokens = Callable[[list[int], int], int]
+"""(new tokens, tokens before them) → the most likely next token."""
+
+
+def _recurrent_reader(model: Model, cache: Cache) -> ReadTokens:
+    """Reads with `Model.forward`, whose cache alternates between a row's two states."""
+
+    def read(tokens: list[int], _past: int) -> int:
+        return int(model.forward(torch.tensor([tokens]), cache, last_id_only=True)[0, -1].argmax())
+
+    return read
+
+
+def _paged_reader(model: Model, cache: Cache, prompt: list[int]) -> ReadTokens:
+    """Reads as the generator does."""
+    runner = model.runner(cache)
+    sequence = PlainSequence(prompt, list(range(cache.max_seq_len // PAGE_SIZE)))
+
+    def read(tokens: list[int], past: int) -> int:
+        if len(tokens) > 1:
+            runner.prefill(sequence, past, past + len(tokens) - 1)
+        last = past + len(tokens) - 1
+        return int(runner.decode([sequence], [last], [tokens[-1:]])[0].argmax())
+
+    return read
 
 
 # -- the report ------------------------------------------------------------------------------------

@@ -1,24 +1,37 @@
 """Loads a model layer by layer, in plain float32 torch, with matrices that have hooks and can be replaced.
 
-Only one layer of the model is in memory at a time, whatever format the files are in.
+Only one layer of the model is in memory at a time, whatever format the files are in. A backward pass through a
+recurrence would keep the state behind every token; `SegmentedRecurrence` keeps those between segments and computes
+the others again (gradient checkpointing).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from .. import spec
 from ..checkpoint import WeightSource
 from ..config import FrozenConfig
 from ..convert.plan import dequantize_in_chunks
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..kernels.dispatch import BackendList
-from ..kernels.interface import AttnMetadata
+from ..kernels.interface import (
+    AttnMetadata,
+    DeltaNetFn,
+    DeltaNetParams,
+    Mamba2Fn,
+    Mamba2Params,
+    RecurrentState,
+    StateSlots,
+)
 from ..kernels.reference import ReferenceBackend
 from ..kvcache.dense import NoCache
 from ..model.builder import Builder
@@ -26,6 +39,9 @@ from ..nn import Batch, Embedding, Head, Linear
 from ..nn.block import BlockLike
 
 TensorHook = Callable[[Tensor], object]
+
+SEGMENT_TOKENS = 32
+"""Tokens of a segment: a backward pass keeps one state for each segment, and those of one segment's tokens."""
 
 
 class StopForward(Exception):
@@ -53,6 +69,51 @@ class HookedLinear:
         if self.on_output is not None:
             self.on_output(y)
         return y
+
+
+class SegmentedRecurrence:
+    """A recurrent kernel whose backward pass recomputes it, segment by segment."""
+
+    def __init__(self, kernel: Callable[..., Tensor], shape: spec.StateShape) -> None:
+        self.kernel, self.shape = kernel, shape
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """The kernel's output for (its inputs, (rows, tokens, …) each, states, metadata)."""
+        *inputs, state, metadata = arguments
+        if state is not None or not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+            return self.kernel(*arguments)
+        rows, tokens = inputs[0].shape[:2]
+        states = [inputs[0].new_zeros(rows, *shape) for shape in (self.shape.conv, self.shape.matrix) if shape]
+        outputs = []
+        for start in range(0, tokens, SEGMENT_TOKENS):
+            part = [x[:, start : start + SEGMENT_TOKENS] for x in inputs]
+            # Reentrant: the other kind of checkpoint leaves objects between the freed states, which fragment the heap.
+            output, *states = checkpoint(
+                self._segment, metadata, len(states), *states, *part, use_reentrant=True, preserve_rng_state=False
+            )
+            outputs.append(output)
+        return torch.cat(outputs, 1)
+
+    def _segment(self, metadata: AttnMetadata, num_states: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The output of a segment, and the states behind it, from the states before it and its inputs."""
+        states, inputs = tensors[:num_states], tensors[num_states:]
+        rows, tokens = inputs[0].shape[:2]
+        conv, *matrix = (torch.cat((state, torch.zeros_like(state))) for state in states)
+        slots = replace(metadata, state_slots=alternate_slots(rows, tokens, 1, conv.device))
+        output = self.kernel(*inputs, RecurrentState(conv, matrix[0] if matrix else None), slots)
+        return output, *(state[rows:].clone() for state in (conv, *matrix))
+
+
+class CalibrationBackend(ReferenceBackend):
+    """The reference backend, with recurrences that a backward pass can afford."""
+
+    def delta_net(self, mixer: spec.DeltaNet, params: DeltaNetParams) -> DeltaNetFn:
+        """Token after token."""
+        return SegmentedRecurrence(super().delta_net(mixer, params), mixer.state)
+
+    def mamba2(self, mixer: spec.Mamba2, params: Mamba2Params) -> Mamba2Fn:
+        """Token after token."""
+        return SegmentedRecurrence(super().mamba2(mixer, params), mixer.state)
 
 
 @dataclass
@@ -104,19 +165,32 @@ class LayerLoader(Builder):
 
 def layer_loader(config: FrozenConfig, source: WeightSource, length: int, device: torch.device) -> LayerLoader:
     """A loader for forward passes of at most `length` tokens per row."""
-    backends = BackendList([ReferenceBackend(device, torch.float32)])
+    backends = BackendList([CalibrationBackend(device, torch.float32)])
     return LayerLoader(config.spec, source, [backends] * (len(config.spec.layers) + 2), length)
 
 
 class KVBuffer:
-    """The keys and values of one layer, for rows that all have the same length, up to `length` tokens."""
+    """The keys and values of one layer, for rows that all have the same length, up to `length` tokens; its states."""
 
     kv_pages = None
-    state = None
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, state: RecurrentState | None = None) -> None:
+        """`state` has two slots for each row (`alternate_slots`)."""
         self.length = length
+        self.state = state
         self.buffers: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def for_layers(cls, model: spec.Model, rows: int, length: int, device: torch.device) -> list[KVBuffer]:
+        """The buffers of all layers of a model, for so many rows."""
+
+        def state(shape: spec.StateShape | None) -> RecurrentState | None:
+            if shape is None:
+                return None
+            matrix = None if shape.matrix is None else torch.zeros(2 * rows, *shape.matrix, device=device)
+            return RecurrentState(torch.zeros(2 * rows, *shape.conv, device=device), matrix)
+
+        return [cls(length, state(layer.state)) for layer in model.layers]
 
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Append new keys and values (rows, tokens, heads, dim); returns all so far."""
@@ -129,8 +203,23 @@ class KVBuffer:
         return keys[:, : metadata.max_kv_len], values[:, : metadata.max_kv_len]
 
 
-def make_batch(ids: Tensor, past: int = 0) -> Batch:
-    """Rows of ids (rows, tokens) as one forward pass, each row behind `past` cached tokens."""
+def alternate_slots(rows: int, tokens: int, turn: int, device: torch.device) -> StateSlots:
+    """Slots of the pass number `turn` over the same rows: row i alternates between slots i and rows + i.
+
+    A pass never writes to a slot that it reads; the first one, number 0, starts from zeros.
+    """
+    row = torch.arange(rows, device=device)
+    targets = torch.full((rows, tokens), -1, device=device)
+    targets[:, -1] = row + turn % 2 * rows
+    return StateSlots(row + (turn + 1) % 2 * rows if turn else torch.full_like(row, -1), targets)
+
+
+def make_batch(ids: Tensor, past: int = 0, turn: int | None = None) -> Batch:
+    """Rows of ids (rows, tokens) as one forward pass, each row behind `past` cached tokens.
+
+    `turn` is the number of this pass over the same rows, of which each goes on from the states of the one before;
+    without it every row's states begin with zeros and are not stored.
+    """
     rows, tokens = ids.shape
     return Batch(
         ids=ids,
@@ -139,6 +228,7 @@ def make_batch(ids: Tensor, past: int = 0) -> Batch:
         page_table=torch.arange(rows, device=ids.device)[:, None],
         max_kv_len=past + tokens,
         uniform=True,
+        state_slots=None if turn is None else alternate_slots(rows, tokens, turn, ids.device),
     )
 
 

@@ -16,6 +16,7 @@ each other: a Hessian over the logits made results worse.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ a single cluster."""
 
 CLUSTER_SWEEPS = 4
 """Sweeps of coordinate descent with a cluster's own Hessian."""
+
+_EXPERT_NUMBER = re.compile(r"\.experts\.\d+")
 
 Forward = Callable[[Tensor, Batch], Tensor]
 SolveMatrix = Callable[[str, Tensor, Tensor], tuple[Tensor, PackedWeight]]
@@ -186,7 +189,7 @@ def solve_layer(
     token_weights: Mapping[str, Tensor],
     residual_roles: Collection[str] = (),
 ) -> dict[str, PackedWeight]:
-    """Solve every matrix of a layer; `linears` end up with the rounded matrices, `states` stay as they are.
+    """Solve these matrices of a layer; `linears` end up with the rounded ones, `states` stay as they are.
 
     `token_weights` has, for some roles, each token's weight; for other roles all weigh the same. The outputs
     of `residual_roles` are added to the residual stream without a norm or scale between.
@@ -209,16 +212,21 @@ def solve_layer(
     return packed
 
 
+MODULE_INPUT_PARTS = ("q", "k", "v", "z", "a", "b", "gate", "up", "q_down", "kv_down", "z_down", "a_down")
+"""The last parts of the roles that read what their module (a mixer, an MLP, the experts) reads."""
+
+LATENT_PARTS = ("k_up", "v_up")
+"""Those that read the latent of keys and values."""
+
+
 def input_groups(roles: Iterable[str]) -> list[list[str]]:
-    """Roles that share an input, in the order in which they can be solved; MoE routers are left out."""
+    """Roles that share an input, in the order in which they can be solved."""
     groups: dict[tuple[str, str], list[str]] = {}
-    input_of = {"q": "in", "k": "in", "v": "in", "o": "out", "gate": "in", "up": "in", "down": "out"}
     for role in roles:
-        part = role.rpartition(".")[2]
-        if part == "router":
-            continue
-        module = "mlp" if ".mlp." in role else "attn" if ".attn." in role else role
-        groups.setdefault((module, input_of.get(part, part)), []).append(role)
+        module, _, part = role.rpartition(".")
+        module = _EXPERT_NUMBER.sub(".experts", module)  # all experts of a layer read parts of one input
+        source = "input" if part in MODULE_INPUT_PARTS else "latent" if part in LATENT_PARTS else part
+        groups.setdefault((module, source), []).append(role)
     return list(groups.values())
 
 
@@ -251,7 +259,9 @@ def _input_stats(
     those of the quantised model alone.
     """
     paired = not any(".experts." in role for role in roles)
-    hooked = [linears[roles[0]]] if paired else [linears[r] for r in roles if not r.endswith(".up")]
+    # An expert's gate and up read the same input.
+    hooked = [linears[r] for r in roles if not (r.endswith(".up") and f"{r.removesuffix('up')}gate" in linears)]
+    hooked = hooked[:1] if paired else hooked
     device = states.batches[0].ids.device
     weights = {
         role: token_weights[role].to(device)
@@ -297,8 +307,8 @@ def _capture_inputs(
 
 
 def _zeros_for_mlp_down(matrices: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
-    """For a role of the attention: zeros for the MLP's `down`, so that the MLP adds nothing in a pass."""
-    if ".attn." not in role:
+    """For a role of the mixer: zeros for the MLP's `down`, so that the MLP adds nothing in a pass."""
+    if ".mlp." in role:
         return {}
     downs = (r for r in matrices if ".mlp." in r and r.endswith(".down"))
     return {r: matrices[r].new_zeros(()).expand_as(matrices[r]) for r in downs}

@@ -31,6 +31,7 @@ from ..errors import InputError
 from ..formats.bits import WORD_BITS
 from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS, TENSORS
 from ..spec.model import Matrix, matrices
+from .allocation import quantized_matrices
 
 MODEL_CARD = "README.md"
 """Where the model's card goes; a card of the source is kept as README-source.md."""
@@ -59,12 +60,12 @@ def conversion_plan(frozen: FrozenConfig, source: WeightSource, roles: Set[str])
     A head that is not in `roles` is dequantised: readers of the new format may not know the source's.
     """
     is_gguf = isinstance(source, GgufCheckpoint)
-    return make_plan(frozen, source, "safetensors" if "head" in roles and not is_gguf else "dense")
+    return make_plan(frozen, source, "safetensors" if "head" in roles and not is_gguf else "dense", roles)
 
 
 def unquantized_bytes(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> int:
     """Bytes of everything that is not quantised: embedding and norms in float16, the rest as it is."""
-    vectors = {vector.role for vector in vector_specs(model)}
+    vectors = {vector.role for vector in plan.vectors if not vector.keeps_precision}
     total = 0
     for step in plan.steps:
         if step.label in roles:
@@ -94,9 +95,7 @@ def write_model(
     """
     plan = conversion_plan(frozen, source, roles)
     with atomic_dir(target, overwrite=overwrite) as hidden:
-        weights = save_sharded(
-            hidden, _model_tensors(plan, frozen.spec, roles, load_quantized), shard_bytes=shard_bytes
-        )
+        weights = save_sharded(hidden, _model_tensors(plan, roles, load_quantized), shard_bytes=shard_bytes)
         with report_write_errors(target):
             _side_files(frozen, source, plan, quantization_config).write_to(hidden)
             for path in weights:
@@ -104,24 +103,25 @@ def write_model(
         yield hidden
 
 
-def check_float16_range(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> None:
+def check_float16_range(plan: ConversionPlan, roles: Set[str]) -> None:
     """`InputError` names the first unquantised tensor that float16 cannot hold, before hours of work."""
-    labels = _float16_labels(plan, model, roles)
+    labels = _float16_labels(plan, roles)
     for step in plan.steps:
         if step.label in labels:
             for name, tensor in step.make_tensors():
                 _to_float16(name, tensor)
 
 
-def _float16_labels(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> set[str]:
+def _float16_labels(plan: ConversionPlan, roles: Set[str]) -> set[str]:
     """The labels of the plan whose tensors are converted to float16."""
-    return {"embed", *(vector.role for vector in vector_specs(model)), *plan.actions} - set(roles)
+    vectors = {vector.role for vector in plan.vectors if not vector.keeps_precision}
+    return {"embed", *vectors, *plan.actions} - set(roles)
 
 
 def _model_tensors(
-    plan: ConversionPlan, model: spec.Model, roles: Set[str], load_quantized: LoadQuantized
+    plan: ConversionPlan, roles: Set[str], load_quantized: LoadQuantized
 ) -> Iterator[tuple[str, Tensor]]:
-    labels = _float16_labels(plan, model, roles)
+    labels = _float16_labels(plan, roles)
     for step in plan.steps:
         if step.label in roles:
             yield from load_quantized(step.label).items()
@@ -171,21 +171,27 @@ def validate_exl2(folder: str | Path) -> list[str]:
     stored = {model.names.to_llama_key(name): name for name in files.tensors}
     violations: list[str] = []
     expected: set[str] = set()
+    quantized = {m.role for m in quantized_matrices(model)} | {"head"}
+
+    def has(role: str) -> bool:
+        return any(location.tensor_key("weight") in stored for location in model.names.locations_of(role))
+
     for m in matrices(model):
-        location = model.names.locations_of(m.role)[0]
+        location = model.names.own_location(m.role)
+        if m.role not in quantized:
+            violations += [] if has(m.role) else [f"{location.key}: {m.role} must be plain floats."]
+            expected |= {one.tensor_key("weight") for one in model.names.locations_of(m.role)}
+            continue
         names = {suffix: location.tensor_key(suffix) for suffix in (*TENSORS, "bias", "weight")}
         present = {s: files.load(stored[n]) for s, n in names.items() if n in stored}
         expected |= {n for s, n in names.items() if s in present}
-        if m.role.endswith(".router"):
-            violations += [] if "weight" in present else [f"{location.key}: a router must be plain floats."]
-            continue
         violations += [f"{location.key}: {violation}" for violation in _check_matrix(m, present)]
-    for role in ("embed", *(vector.role for vector in vector_specs(model))):
-        name = model.names.locations_of(role)[0].tensor_key("weight")
+    for role, keeps_precision in (("embed", False), *((v.role, v.keeps_precision) for v in vector_specs(model, has))):
+        name = model.names.own_location(role).tensor_key("weight")
         expected |= {name, f"{name.removesuffix('weight')}bias"}
         if name not in stored:
             violations.append(f"{name} is missing.")
-        elif files.dtype(stored[name]) is not torch.float16:
+        elif not keeps_precision and files.dtype(stored[name]) is not torch.float16:
             violations.append(f"{name}: expected float16, found {files.dtype(stored[name])}.")
     known = {name.rpartition(".")[0] for name in expected}
     for name in stored:

@@ -49,7 +49,7 @@ from .calibration import make_calibration_ids
 from .cuda_graphs import GRAPHS
 from .evaluate import Quality, evaluate_model, write_report
 from .gptq import factorize
-from .layer_loader import LayerLoader, make_batch, run_block
+from .layer_loader import HookedLinear, LayerLoader, make_batch, run_block
 from .layer_solver import (
     HiddenStates,
     accumulate_clusters,
@@ -124,6 +124,12 @@ class QuantContext:
         return found
 
     @property
+    def linears(self) -> dict[str, HookedLinear]:
+        """The matrices to quantise that the loader has in memory, by role."""
+        wanted = self.matrices
+        return {role: linear for role, linear in self.loader.linears.items() if role in wanted}
+
+    @property
     def num_weights(self) -> int:
         """The weights that bits are allocated to."""
         return sum(m.in_features * m.out_features for m in quantized_matrices(self.model))
@@ -147,7 +153,7 @@ class QuantContext:
 
     def file_tensors(self, role: str, weight: PackedWeight) -> dict[str, Tensor]:
         """A quantised matrix's tensors by their names in the new model."""
-        location = self.model.names.locations_of(role)[0]
+        location = self.model.names.own_location(role)
         tensors = exl2.write(weight) if self.options.method == "exl2" else gptq_format.write(weight)
         return {location.tensor_key(suffix): tensor for suffix, tensor in tensors.items()}
 
@@ -287,7 +293,7 @@ def _backward_layer(
     """The gradients before a layer from those behind it; saves what its matrices' hooks found."""
     store, solver = ctx.store, ctx.options.solver
     block = ctx.loader.load_layer(layer)
-    hooks = sensitivity.FisherHooks(ctx.loader.linears)
+    hooks = sensitivity.FisherHooks(ctx.linears)
     states, before = store.load(f"{STATES}.{layer}"), {}
     for key, batch in _batches_by_key(batches).items():
         device = batch.ids.device
@@ -386,10 +392,11 @@ def solve_layers(ctx: QuantContext, batches: list[Batch], recipes: Mapping[str, 
         store.save(f"{HIDDEN_STATES}.0", states.to_tensors())
     for layer in range(start, ctx.depth):
         forward = partial(run_block, loader.load_layer(layer))
-        floats = {role: linear.weight for role, linear in loader.linears.items()}
+        linears = ctx.linears
+        floats = {role: linear.weight for role, linear in linears.items()}
         gradients = _saved_gradients(ctx, str(layer))
         packed = solve_layer(
-            loader.linears,
+            linears,
             forward,
             states,
             partial(_solve_matrix, ctx, recipes, gradients),
@@ -397,7 +404,7 @@ def solve_layers(ctx: QuantContext, batches: list[Batch], recipes: Mapping[str, 
             _token_weights(gradients),
             _residual_roles(ctx.model.layers[layer], layer),
         )
-        propagate(loader.linears, floats, forward, states)
+        propagate(linears, floats, forward, states)
         states.check_finite(f"layers.{layer}")
         _save_matrices(ctx, f"{SOLVED}.{layer}", packed)
         bits = {role: weight.bits for role, weight in packed.items()}
@@ -473,8 +480,16 @@ def _residual_roles(layer: spec.Layer, number: int) -> list[str]:
     """Roles whose outputs are added to the residual stream unchanged, without a norm or a scale."""
     if layer.residual_scale != 1.0:
         return []
-    ends = {"attn.o": layer.attn_post, "mlp.down": layer.mlp_post}
-    return [f"layers.{number}.{end}" for end, norm in ends.items() if norm is None]
+    ends: tuple[str, ...] = ()
+    if layer.attn_post is None and not _scales_outputs(layer.mixer):
+        ends += "attn.o", "delta.o", "mamba.out", "conv.out"
+    if layer.mlp_post is None:
+        ends += ("mlp.down",)
+    return [f"layers.{number}.{end}" for end in ends]
+
+
+def _scales_outputs(mixer: spec.Mixer | None) -> bool:
+    return isinstance(mixer, spec.ParallelMixers) and (mixer.attention_out_scale, mixer.recurrent_out_scale) != (1, 1)
 
 
 def _save_matrices(ctx: QuantContext, name: str, packed: Mapping[str, PackedWeight]) -> None:

@@ -83,15 +83,14 @@ class FisherStats(NamedTuple):
 
 
 class FisherHooks:
-    """Accumulates `FisherStats` of a layer's matrices while `vjp` runs through the layer."""
+    """Accumulates `FisherStats` of some of a layer's matrices while `vjp` runs through the layer."""
 
     def __init__(self, linears: Mapping[str, HookedLinear]) -> None:
         self.stats: dict[str, FisherStats] = {}
         self._inputs: dict[str, Tensor] = {}
         for role, linear in linears.items():
-            if not role.endswith(".router"):
-                linear.on_input = lambda x, role=role: self._input(role, x)
-                linear.on_output = lambda y, role=role: self._output(role, y)
+            linear.on_input = lambda x, role=role: self._input(role, x)
+            linear.on_output = lambda y, role=role: self._output(role, y)
 
     def _input(self, role: str, x: Tensor) -> None:
         self._inputs[role] = x.detach().flatten(0, -2)
