@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable
@@ -115,6 +116,19 @@ def test_the_benchmark_measures_queues_and_contexts() -> None:
         assert job.sequences[0].ids[300:] == job.sequences[0].ids[300 - host.LOGIT_SETS :][: job.new_tokens]
     measured = host.measure_cases([lambda: {"a": 1.0}, lambda: {"a": 3.0}], repeats=2)
     assert [case["a"][0] for case in measured] == [1.0, 3.0]
+
+
+def test_queues_are_measured_with_what_is_loaded_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[int] = []
+
+    def measure_queue(count: int) -> dict[str, float]:
+        frozen.append(gc.get_freeze_count())
+        return {"make": float(count)}
+
+    monkeypatch.setattr(host, "measure_queue", measure_queue)
+    assert [case["make"][0] for case in host.measure_queues(2)] == [*host.QUEUES]
+    assert all(count > 10_000 for count in frozen)
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize(("growth", "expected"), [(1e9, "flat"), (0.0, "grows")])

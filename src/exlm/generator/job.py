@@ -140,9 +140,6 @@ class Job:
         self.metrics, self.is_finished, self.cancelled = RequestMetrics(), False, False
         self.result_queue: ResultQueue | None = None
         """Where the generator puts the results; unless set before enqueue, the queue that `iterate` reads."""
-        self.emitted_texts: list[str] = []
-        self.pending_tokens: list[SampledToken] = []
-        """Sampled, not yet emitted."""
         self.final_held_text: str | None = None
         """The text that was never emitted, once the job has stopped; None before, when `output` has the held text."""
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
@@ -203,6 +200,16 @@ class Job:
             special_texts=self._tokenizer.extended_id_to_piece,
             healed_token=self.prompts[0][-1] if self.token_healing else None,
         )
+
+    @cached_property
+    def emitted_texts(self) -> list[str]:
+        """The texts emitted so far; like `output`, created for the first token."""
+        return []
+
+    @cached_property
+    def pending_tokens(self) -> list[SampledToken]:
+        """Sampled, not yet emitted; created for the first token."""
+        return []
 
     @cached_property
     def sampler_state(self) -> SamplerState:
