@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import CacheTooSmall, InputError
-from .token_sequence import TokenSequence
+from .token_sequence import NO_STATES, TokenSequence
 
 SLOTS_PER_SEQUENCE = 3
 """Slots that every running sequence can count on: a state to rewind to, the current one, the next one."""
@@ -206,6 +206,8 @@ class StateTable:
                     yield other, position
 
     def _keep(self, sequence: TokenSequence, position: int, slot: int) -> None:
+        if sequence.states is NO_STATES:
+            sequence.states = {}
         sequence.states[position] = slot
         self._references[slot] += 1
         self._sequences[id(sequence)] = sequence

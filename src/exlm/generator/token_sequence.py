@@ -12,6 +12,10 @@ from hashlib import blake2b
 from typing import Any
 
 
+NO_STATES: dict[int, int] = {}
+"""The states of a sequence that has none: one object for all, which stays empty."""
+
+
 @dataclass(eq=False, slots=True)
 class TokenSequence:
     """Token ids with counters: num_published_pages · page size ≤ num_computed_tokens ≤ len(ids).
@@ -43,7 +47,7 @@ class TokenSequence:
     """Tokens of the prompt that were found in the cache, including those of `cached_pages`."""
     extras: Any = None
     """What the model runner needs besides ids and pages: adapters, embeddings."""
-    states: dict[int, int] = field(default_factory=dict)
+    states: dict[int, int] = field(default_factory=lambda: NO_STATES)
     """Slots of its recurrent states by position, the number of tokens behind each; the state table changes them."""
     state_source: int = -1
     """The slot of the state that the planned pass continues; -1: none, it starts from zeros."""
