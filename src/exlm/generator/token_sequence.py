@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-
 NO_STATES: dict[int, int] = {}
 """The states of a sequence that has none: one object for all, which stays empty."""
 
