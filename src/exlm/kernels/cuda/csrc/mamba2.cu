@@ -256,6 +256,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) mamba2_s
         make.load(params, group, lane);
         griddepcontrol_wait();
         waited = true;
+        NO_UNROLL
         for (int token = warp / 2; token < tokens; token += (warps + 1) / 2) {
             const i64 target = head % HEADS_PER_GROUP ? -1 : params.slots.target_of(row, tokens, token);
             const ConvWindow window(rows, params.conv, row, source, token, 1.0f);
@@ -266,6 +267,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) mamba2_s
         HeadMaker make;
         make.load(params, head, lane);
         if (!waited) griddepcontrol_wait();
+        NO_UNROLL
         for (int token = warp / 2; token < tokens; token += max(warps / 2, 1)) {
             const i64 target = params.slots.target_of(row, tokens, token);
             const ConvWindow window(rows, params.conv, row, source, token, params.x_scale);
@@ -301,6 +303,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) mamba2_s
     const bool last = scratch[0] != 0;
     __syncthreads();
     if (!last) return;
+    NO_UNROLL
     for (int token = 0; token < tokens; token++) write_output(params, row, token, norm_group, scratch);
 }
 
