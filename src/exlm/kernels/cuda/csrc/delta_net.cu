@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) delta_ne
     bool waited = false;
     if (warp % 2 == 0) {  // of the heads that share q and k, the first stores their conv state
         KeyMaker make;
-        make.load(params, key_head, lane);
+        if (warp / 2 < tokens) make.load(params, key_head, lane);
         griddepcontrol_wait();
         waited = true;
         NO_UNROLL
@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) delta_ne
     }
     if (warp % 2 || warps == 1) {
         ValueMaker make;
-        make.load(params, head, lane);
+        if (warp / 2 < tokens) make.load(params, head, lane);
         if (!waited) griddepcontrol_wait();
         NO_UNROLL
         for (int token = warp / 2; token < tokens; token += max(warps / 2, 1)) {

@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) mamba2_s
     bool waited = false;
     if (warp % 2 == 0) {  // of the heads that share B and C, the first stores their conv state
         GroupMaker make;
-        make.load(params, group, lane);
+        if (warp / 2 < tokens) make.load(params, group, lane);
         griddepcontrol_wait();
         waited = true;
         NO_UNROLL
@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) mamba2_s
     }
     if (warp % 2 || warps == 1) {
         HeadMaker make;
-        make.load(params, head, lane);
+        if (warp / 2 < tokens) make.load(params, head, lane);
         if (!waited) griddepcontrol_wait();
         NO_UNROLL
         for (int token = warp / 2; token < tokens; token += max(warps / 2, 1)) {
