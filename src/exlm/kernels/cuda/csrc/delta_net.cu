@@ -149,6 +149,7 @@ struct ValueMaker {
         for (int i = 0; i < count; i++)
             if (HeadConv<VALUE_DIM>::exists(i, lane)) v[i * 32 + lane] = out[i];
         const u16* a = params.a.at(row, window.token) + head * NUM_DECAYS;
+        NO_UNROLL
         for (int i = lane; i < NUM_DECAYS; i += 32) {
             const float rate = softplus(cvt_f32_f16(a[i]) + params.dt_bias[head * NUM_DECAYS + i]);
             gate.decay[i] = expf(params.decay_rate[head] * rate);
@@ -262,9 +263,10 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) delta_ne
     bool waited = false;
     if (warp % 2 == 0) {  // of the heads that share q and k, the first stores their conv state
         KeyMaker make;
-        make.load(params, key_head, lane);
+        if (warp / 2 < tokens) make.load(params, key_head, lane);
         griddepcontrol_wait();
         waited = true;
+        NO_UNROLL
         for (int token = warp / 2; token < tokens; token += (warps + 1) / 2) {
             const i64 target = head % HEADS_PER_KEY ? -1 : params.slots.target_of(row, tokens, token);
             const ConvWindow window(params.qkv, params.conv, row, source, token, 1.0f);
@@ -273,8 +275,9 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) delta_ne
     }
     if (warp % 2 || warps == 1) {
         ValueMaker make;
-        make.load(params, head, lane);
+        if (warp / 2 < tokens) make.load(params, head, lane);
         if (!waited) griddepcontrol_wait();
+        NO_UNROLL
         for (int token = warp / 2; token < tokens; token += max(warps / 2, 1)) {
             const i64 target = params.slots.target_of(row, tokens, token);
             const ConvWindow window(params.qkv, params.conv, row, source, token, 1.0f);
@@ -283,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) delta_ne
         }
     }
     griddepcontrol_launch_dependents();
+    NO_UNROLL
     for (int i = threadIdx.x; i < tokens * VALUE_DIM; i += STEP_THREADS)
         gains[i] = output_gain(params, row, i / VALUE_DIM, head, i % VALUE_DIM);
     __syncthreads();
@@ -294,6 +298,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) delta_ne
         state.store(params, inputs[token].target, head, column, part);
     }
     __syncthreads();
+    NO_UNROLL
     for (int token = warp; token < tokens; token += warps) {
         float gain[VALUE_COUNT];
         UNROLL

@@ -253,9 +253,10 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) mamba2_s
     bool waited = false;
     if (warp % 2 == 0) {  // of the heads that share B and C, the first stores their conv state
         GroupMaker make;
-        make.load(params, group, lane);
+        if (warp / 2 < tokens) make.load(params, group, lane);
         griddepcontrol_wait();
         waited = true;
+        NO_UNROLL
         for (int token = warp / 2; token < tokens; token += (warps + 1) / 2) {
             const i64 target = head % HEADS_PER_GROUP ? -1 : params.slots.target_of(row, tokens, token);
             const ConvWindow window(rows, params.conv, row, source, token, 1.0f);
@@ -264,8 +265,9 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) mamba2_s
     }
     if (warp % 2 || warps == 1) {
         HeadMaker make;
-        make.load(params, head, lane);
+        if (warp / 2 < tokens) make.load(params, head, lane);
         if (!waited) griddepcontrol_wait();
+        NO_UNROLL
         for (int token = warp / 2; token < tokens; token += max(warps / 2, 1)) {
             const i64 target = params.slots.target_of(row, tokens, token);
             const ConvWindow window(rows, params.conv, row, source, token, params.x_scale);
@@ -301,6 +303,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS) mamba2_s
     const bool last = scratch[0] != 0;
     __syncthreads();
     if (!last) return;
+    NO_UNROLL
     for (int token = 0; token < tokens; token++) write_output(params, row, token, norm_group, scratch);
 }
 
