@@ -27,12 +27,7 @@ MHA_SOURCE = Path(__file__).with_name("csrc") / "attn_decode_mha.cu"
 MAX_NEW_TOKENS = 16
 """Of a row."""
 
-HEAD_DIMS = (64, 128, 256)
-
-MAX_NARROW_HEAD_DIM = 128
-"""Numbers of a head up to which registers hold two n8 tiles of queries, or two blocks of 16 tokens. Of wider heads a
-thread block takes eight queries, and others read keys and values again, from L2, for the next eight: 255 registers on
-sm_90a, and 15 more that are spilled for float16 pages, 4 for Q8 and none for Q4."""
+HEAD_DIMS = (64, 128)
 
 _MAX_ARRIVALS = 1 << 16
 _MAX_PARTIALS_IN_SMEM = 24 << 10  # bytes, for partial results that a thread block combines by itself
@@ -118,21 +113,17 @@ MHA_SPLIT_CONFIGS: dict[b.KVCacheDtype, SplitConfig] = {
 """The same for attn_decode_mha.cu."""
 
 
-def default_split_config(pages: b.KVPages, queries: int, head_dim: int) -> SplitConfig:
-    """The configuration for so many queries of each kv head; that of wide heads was not measured."""
+def default_split_config(pages: b.KVPages, queries: int) -> SplitConfig:
+    """The configuration for so many queries of each kv head."""
     dtype = pages.dtypes[0]
-    if head_dim > MAX_NARROW_HEAD_DIM:
-        return replace(SPLIT_CONFIGS[dtype], warps=8, kv_m16=1, min_blocks=1)
-    if uses_mha_kernel(pages, queries, head_dim):
+    if uses_mha_kernel(pages, queries):
         return MHA_SPLIT_CONFIGS[dtype]
     return SINGLE_QUERY_FLOAT_CONFIG if queries == 1 and dtype == "float" else SPLIT_CONFIGS[dtype]
 
 
-def uses_mha_kernel(pages: b.KVPages, queries: int, head_dim: int) -> bool:
+def uses_mha_kernel(pages: b.KVPages, queries: int) -> bool:
     """Whether attn_decode_mha.cu serves so many queries of each kv head."""
-    return (
-        queries == 1 and head_dim <= MAX_NARROW_HEAD_DIM and all(dtype in MHA_SPLIT_CONFIGS for dtype in pages.dtypes)
-    )
+    return queries == 1 and all(dtype in MHA_SPLIT_CONFIGS for dtype in pages.dtypes)
 
 
 class SplitCounters:
@@ -198,11 +189,10 @@ class PagedDecodeAttention:
             q, k = self.rope(q, k, metadata.positions)
         q, k, v = contiguous_heads(q), contiguous_heads(k), contiguous_heads(v)
         head_queries = tokens * (attn.heads // attn.kv_heads)
-        config = self.config or default_split_config(pages, head_queries, attn.head_dim)
-        mha = uses_mha_kernel(pages, head_queries, attn.head_dim)
+        config, mha = self.config or default_split_config(pages, head_queries), uses_mha_kernel(pages, head_queries)
         if mha:
             config = replace(config, warps=math.gcd(config.warps, attn.kv_heads))
-        n8_tiles = 1 if head_queries <= 8 or attn.head_dim > MAX_NARROW_HEAD_DIM else 2
+        n8_tiles = 1 if head_queries <= 8 else 2
         queries = min(8 * n8_tiles, head_queries)
         heads = rows * attn.kv_heads * -(-head_queries // (8 * n8_tiles))  # (row, block of queries, kv head)
         max_splits = num_splits(metadata.max_kv_len - tokens, config)
