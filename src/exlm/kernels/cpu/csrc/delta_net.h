@@ -16,6 +16,8 @@
 
 enum { MAX_KEY_DIM = 256 };
 
+#define L2_NORM_EPS 1e-6f
+
 /* Registers of columns that walk together: two sums in each hide the latency of a fused multiply-add. */
 #if defined(__AVX512F__)
 enum { DELTA_REGS = 4 };
@@ -37,16 +39,17 @@ typedef struct {
 typedef struct {
     const DeltaNetWeights *weights;
     const RecurrentPass *pass;
-    const float *mixed;    /* (rows, count, channels) q, k and v after the convolution */
-    const float *z, *a, *b; /* (rows, tokens, …) */
-    float *out, *working;  /* (rows, tokens, value_heads, value_dim); see head_state */
-    int first, count;      /* tokens of this block */
+    const float *mixed;     /* (rows, count, channels) q, k and v after the convolution */
+    const float *z, *a, *b; /* (rows, tokens) of what exlm_delta_net gets */
+    float *out, *working;   /* (rows, tokens, value_heads, value_dim); see head_state */
+    int first, count;       /* tokens of this block */
 } DeltaNetJob;
 
 /* One head's inputs for the tokens of a block. */
 typedef struct {
     float q[TOKEN_BLOCK][MAX_KEY_DIM], k[TOKEN_BLOCK][MAX_KEY_DIM];
-    float channel_decay[TOKEN_BLOCK][MAX_KEY_DIM], decayed_k[TOKEN_BLOCK][MAX_KEY_DIM];
+    float channel_decay[TOKEN_BLOCK][MAX_KEY_DIM]; /* with channel_decay, else `decay` */
+    float decayed_k[TOKEN_BLOCK][MAX_KEY_DIM];     /* d * k */
     float decay[TOKEN_BLOCK], beta[TOKEN_BLOCK];
 } DeltaHead;
 
@@ -54,7 +57,7 @@ typedef struct {
 static void l2_normalize(const float *x, int dim, float scale, float *out) {
     f32x16 squares = {0};
     for (int i = 0; i < dim; i += LANES) squares += load16(x + i) * load16(x + i);
-    float factor = 1.0f / sqrtf(sum16(squares) + 1e-6f);
+    float factor = 1.0f / sqrtf(sum16(squares) + L2_NORM_EPS);
     for (int i = 0; i < dim; i += LANES) store16(out + i, load16(x + i) * factor * scale);
 }
 
@@ -178,10 +181,10 @@ static void delta_head_chunk(void *job, int chunk) {
     HeadState state = head_state(j->pass, row, head, heads, (long)w->key_dim * dim, j->first, j->working);
     DeltaHead h;
     prepare_delta_head(j, row, head, &h);
-#define COLUMNS(regs)                                                \
-    if (w->channel_decay)                                            \
-        delta_columns(j, &h, state, row, head, column, regs, 1);     \
-    else                                                             \
+#define COLUMNS(regs)                                            \
+    if (w->channel_decay)                                        \
+        delta_columns(j, &h, state, row, head, column, regs, 1); \
+    else                                                         \
         delta_columns(j, &h, state, row, head, column, regs, 0)
     for (; column + DELTA_COLUMNS <= dim; column += DELTA_COLUMNS) COLUMNS(DELTA_REGS);
     for (; column < dim; column += LANES) COLUMNS(LANE_REGS);

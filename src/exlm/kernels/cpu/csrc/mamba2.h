@@ -15,11 +15,11 @@
 enum { MAMBA_ROWS = 4 }; /* rows of a state that are computed together */
 
 typedef struct {
-    ConvWeights conv;        /* over x, B and C */
-    const float *conv_scale; /* (conv.channels) on x, B and C before it; or NULL */
-    const float *neg_a;      /* (heads) -exp(A) */
+    ConvWeights conv;         /* over x, B and C */
+    const float *conv_scale;  /* (conv.channels) on x, B and C before it; or NULL */
+    const float *neg_a;       /* (heads) -exp(A) */
     const float *dt_bias, *d; /* (heads) */
-    const float *norm;       /* (heads * head_dim), or NULL: there is only a gate */
+    const float *norm;        /* (heads * head_dim), or NULL: there is only a gate */
     float norm_eps, z_scale, dt_scale, dt_min, dt_max;
     int32_t heads, head_dim, groups, state_dim, norm_groups, norm_before_gate;
 } Mamba2Weights;

@@ -47,7 +47,8 @@ typedef struct {
 static HeadState head_state(const RecurrentPass *pass, int row, int head, int heads, long size, int first,
                             float *working) {
     int64_t source = source_slot(pass, row), target = target_slot(pass, row, pass->tokens - 1);
-    float *to = target < 0 ? working + ((long)row * heads + head) * size : pass->matrix + (target * heads + head) * size;
+    int64_t at = target < 0 ? row : target;
+    float *to = (target < 0 ? working : pass->matrix) + (at * heads + head) * size;
     if (first) return (HeadState){to, to};
     if (source >= 0) return (HeadState){pass->matrix + (source * heads + head) * size, to};
     memset(to, 0, (size_t)size * sizeof(float));
@@ -82,7 +83,8 @@ typedef struct {
     int chunks_per_row;
 } ConvJob;
 
-/* out (channels) = the convolution of one token; taps and factors are `kernel` pointers to inputs, the newest last. */
+/* out (channels) = the convolution of one token; taps and factors are `kernel` pointers to inputs, the newest last,
+   and the next token's are `stride` further on. */
 INLINE void conv_token(const ConvWeights *w, const float *const *taps, const float *const *factors, const float *gate,
                        int channel, int channels, int kernel, int has_factor, long stride, float *out) {
     for (int c = 0; c < channels; c += LANES) {
@@ -122,7 +124,8 @@ static void conv_chunk(void *job, int chunk) {
         }
         float *out = j->out + ((long)row * j->count + n) * w->channels + channel;
         const float *gate = j->gate ? j->gate + at * j->x_stride + channel : NULL;
-#define CONV(kernel, has_factor) conv_token(w, taps, factors, gate, channel, channels, kernel, has_factor, j->x_stride, out)
+#define CONV(kernel, has_factor) \
+    conv_token(w, taps, factors, gate, channel, channels, kernel, has_factor, j->x_stride, out)
         if (w->kernel == 4 && !j->factor)
             CONV(4, 0);
         else if (w->kernel == 3 && j->factor)

@@ -449,16 +449,25 @@ INLINE f32x16 exp16(f32x16 x) {
     return x;
 }
 
-/* ln(1 + e^x) to 4e-7: max(x, 0) + ln(1 + u) with u = e^-|x|, where ln(1 + u) = 2 atanh(s) with s = u / (2 + u), by a
+/* ln(1 + e^x) to 3e-7: max(x, 0) + ln(1 + u) with u = e^-|x|, where ln(1 + u) = 2 atanh(s) with s = u / (2 + u), by a
    polynomial in s^2 on [0, 1/9]. NaN stays NaN. */
-INLINE f32x16 softplus16(f32x16 x) {
-    f32x16 zero = {0}, positive = select16(x < zero, zero, x), u = exp16(select16(x < zero, x, -x));
-    f32x16 s = u / (u + 2.0f), w = s * s;
-    f32x16 p = w * 1.4087329e-1f + 1.3980709e-1f;
+INLINE f32n softplus_reg(f32n x) {
+    f32n zero = {0};
+    i32n negative = x < zero;
+    f32n u = exp_reg(select_reg(negative, x, -x)), s = u / (u + 2.0f), w = s * s;
+    f32n p = w * 1.4087329e-1f + 1.3980709e-1f;
     p = p * w + 2.0012427e-1f;
     p = p * w + 3.3333158e-1f;
     p = p * w + 1.0f;
-    return positive + s * p * 2.0f;
+    return select_reg(negative, zero, x) + s * p * 2.0f;
+}
+
+INLINE f32x16 softplus16(f32x16 x) {
+    f32n regs[LANE_REGS];
+    memcpy(regs, &x, sizeof x);
+    EACH_LANE_REG(reg) regs[reg] = softplus_reg(regs[reg]);
+    memcpy(&x, regs, sizeof x);
+    return x;
 }
 
 /* Sixteen floats as float16 and back, those beyond its range as its largest number. NaN stays NaN. */
