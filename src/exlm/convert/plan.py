@@ -139,8 +139,8 @@ class ConversionPlanner(ABC):
             return steps
         own = [self.target_location(m.role) for m in group]
         fused = [self._fused_location(m.role) for m in group]
-        rows = torch.cat([torch.arange(*span) for location in fused for span in location.rows])
-        suffixes = ("weight", "bias")[: 1 + group[0].bias]
+        rows = torch.cat([torch.arange(*span) for location in fused for span in location.stored_rows])
+        suffixes, rows_per_expert = ("weight", "bias")[: 1 + group[0].bias], fused[0].rows_per_expert
 
         def make() -> NamedTensors:
             parts = [dict(step.make_tensors()) for step in steps]
@@ -148,6 +148,8 @@ class ConversionPlanner(ABC):
                 stacked = torch.cat([part[at.tensor_key(suffix)] for part, at in zip(parts, own, strict=True)])
                 tensor = torch.empty_like(stacked)
                 tensor[rows] = stacked
+                if rows_per_expert:
+                    tensor = tensor.view(-1, rows_per_expert, tensor.shape[-1])
                 is_transposed = fused[0].transposed and suffix == "weight"
                 yield fused[0].tensor_key(suffix), tensor.T.contiguous() if is_transposed else tensor
 
@@ -155,17 +157,21 @@ class ConversionPlanner(ABC):
         return [ConversionStep(group[0].role, names, sum(step.nbytes for step in steps), make)]
 
     def _fused_groups(self, parts: Iterable[Matrix]) -> dict[str, list[Matrix]]:
-        """By role, the matrices that a family has only fused with it; without those in `separate` and their groups."""
+        """By role, the matrices that a family has only fused with it; without those in `separate` and their groups.
+
+        Experts are stacked as (experts, rows, inputs) without biases; other forms are not put together.
+        """
         groups: dict[str, list[Matrix]] = {}
+        unjoined: set[str] = set()
         for m in parts:
-            if (location := self.model.names.fused_location(m.role)) is not None:
-                groups.setdefault(location.key, []).append(m)
-        whole = [
-            group
-            for group in groups.values()
-            if not any(m.role in self.separate for m in group) and len({m.bias for m in group}) == 1
-        ]
-        return {m.role: group for group in whole for m in group}
+            if (location := self.model.names.fused_location(m.role)) is None:
+                continue
+            group = groups.setdefault(location.key, [])
+            group.append(m)
+            odd_experts = location.rows_per_expert and (m.bias or location.transposed)
+            if m.role in self.separate or m.bias != group[0].bias or odd_experts:
+                unjoined.add(location.key)
+        return {m.role: group for key, group in groups.items() if key not in unjoined for m in group}
 
     def target_location(self, role: str) -> TensorLocation:
         """Where the new model stores a role that has tensors of its own."""
