@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
@@ -22,6 +24,7 @@ from exlm.kernels.dispatch import BackendList
 from exlm.kernels.reference import ReferenceBackend
 from exlm.model.builder import Builder
 from exlm.parallel.shard import RankSource
+from exlm.spec.tensor_names import LAYER_PREFIX, TensorLocation
 from tests import mixers
 from tests.convert.conversion_helpers import AWQ_JSON, assert_same, read_tensors, update_config, write_awq
 from tests.model.random_quantized import random_exl2, random_gptq, replace_matrices
@@ -161,3 +164,43 @@ def test_a_fused_tensor_of_another_shape_is_refused(qwen: Path, tmp_path: Path) 
     with pytest.raises(BadTensor, match=r"in_proj_qkv.*expected shape \[512, 256\].*found \[448, 256\]"):
         convert_model(qwen, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_fused_tensor_with_other_rows_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rows between the heads belong to no matrix of the model."""
+    source = mixers.make_folder(tmp_path / "old")
+    tensors, starts = load_file(source / "model.safetensors"), [48 * head for head in range(4)]
+    stored = tensors[KV_UP + ".weight"]
+    tensors[KV_UP + ".weight"] = torch.cat([F.pad(head, (0, 0, 0, 8)) for head in stored.split(40)])[:-8].contiguous()
+    save_file(tensors, source / "model.safetensors")
+    key = KV_UP.replace("layers.1.", "layers.{i}.")
+    names = mixers.MODEL.names.with_locations(
+        attn__k_up=TensorLocation(key, rows=tuple((start, start + 16) for start in starts)),
+        attn__v_up=TensorLocation(key, rows=tuple((start + 16, start + 40) for start in starts)),
+    )
+    monkeypatch.setitem(FAMILIES, mixers.ARCHITECTURE, lambda _: replace(mixers.MODEL, names=names))
+    target = convert_model(source, tmp_path / "new")
+    assert_same(source, target)
+    assert KV_UP + ".weight" not in read_tensors(target)
+    assert read_tensors(target)[KV_UP + ".v_up.weight"].shape == (96, 64)
+
+
+def test_experts_known_only_as_stacked_stay_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, parts = mixers.make_folder(tmp_path / "old"), {"gate": 32, "up": 32, "down": 64}
+    stacks = {part: TensorLocation(LAYER_PREFIX + f"mlp.{part}_stack", rows_per_expert=n) for part, n in parts.items()}
+    names = mixers.MODEL.names.with_locations(**{f"mlp__experts__{part}": at for part, at in stacks.items()})
+    monkeypatch.setitem(FAMILIES, mixers.ARCHITECTURE, lambda _: replace(mixers.MODEL, names=names))
+    stacked, alone = dict(load_file(source / "model.safetensors")), {}
+    for layer, part in ((1, "up"), (1, "down"), (3, "gate"), (3, "up"), (3, "down")):
+        at = f"model.layers.{layer}.mlp."
+        experts = [stacked.pop(f"{at}experts.{e}.{part}_proj.weight") for e in range(4)]
+        stacked[f"{at}{part}_stack.weight"] = torch.stack(experts)
+        alone |= {f"{at}{part}_stack.{e}.{part}.weight": expert for e, expert in enumerate(experts)}
+    others = {name: tensor for name, tensor in stacked.items() if "_stack" not in name}
+    for number, stored in enumerate((stacked, others | alone)):
+        save_file(stored, source / "model.safetensors")
+        target = convert_model(source, tmp_path / f"new-{number}")
+        assert_same(source, target)
+        found = read_tensors(target)
+        assert found.keys() == stacked.keys()
+        assert all(torch.equal(tensor, found[name]) for name, tensor in stacked.items())

@@ -15,6 +15,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from ..errors import Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..formats.gguf import BLOCK_LAYOUTS
 from ..spec.model import Matrix, matrices
-from ..spec.tensor_names import TensorLocation, TensorNames
+from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
 
 TensorAction = Literal["keep", "rewrite", "unpack"]
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -137,35 +138,51 @@ class ConversionPlanner(ABC):
         steps = [self.plan_matrix(m) for m in group]
         if any(fmt != "dense" and action != "unpack" for fmt, action in (self.actions[m.role] for m in group)):
             return steps
-        own = [self.target_location(m.role) for m in group]
-        fused = [self._fused_location(m.role) for m in group]
-        rows = torch.cat([torch.arange(*span) for location in fused for span in location.rows])
-        suffixes = ("weight", "bias")[: 1 + group[0].bias]
+        suffix_of = {
+            self.target_location(m.role).tensor_key(suffix): suffix for m in group for suffix in ("weight", "bias")
+        }
+        location, outputs = self._fused_location(group[0].role), sum(m.out_features for m in group)
 
         def make() -> NamedTensors:
-            parts = [dict(step.make_tensors()) for step in steps]
-            for suffix in suffixes:
-                stacked = torch.cat([part[at.tensor_key(suffix)] for part, at in zip(parts, own, strict=True)])
-                tensor = torch.empty_like(stacked)
-                tensor[rows] = stacked
-                is_transposed = fused[0].transposed and suffix == "weight"
-                yield fused[0].tensor_key(suffix), tensor.T.contiguous() if is_transposed else tensor
+            joined: dict[str, Tensor] = {}
+            for m, step in zip(group, steps, strict=True):
+                rows = torch.cat([torch.arange(*span) for span in self._fused_location(m.role).stored_rows])
+                for name, part in step.make_tensors():
+                    suffix = suffix_of[name]
+                    whole = joined.get(suffix)
+                    if whole is None:
+                        whole = part.new_empty(outputs, *part.shape[1:])
+                    joined[suffix] = whole = whole.to(torch.promote_types(whole.dtype, part.dtype))
+                    whole[rows] = part.to(whole.dtype)
+            for suffix, tensor in joined.items():
+                if location.rows_per_expert:
+                    tensor = tensor.view(-1, location.rows_per_expert, tensor.shape[-1])
+                is_transposed = location.transposed and suffix == "weight"
+                yield location.tensor_key(suffix), tensor.T.contiguous() if is_transposed else tensor
 
-        names = tuple(fused[0].tensor_key(suffix) for suffix in suffixes)
+        names = tuple(location.tensor_key(suffix) for suffix in ("weight", "bias")[: 1 + group[0].bias])
         return [ConversionStep(group[0].role, names, sum(step.nbytes for step in steps), make)]
 
     def _fused_groups(self, parts: Iterable[Matrix]) -> dict[str, list[Matrix]]:
-        """By role, the matrices that a family has only fused with it; without those in `separate` and their groups."""
+        """By role, the matrices that a family has only fused with it; without those in `separate` and their groups.
+
+        Experts are stacked as (experts, rows, inputs) without biases; other forms are not put together.
+        """
         groups: dict[str, list[Matrix]] = {}
+        unjoined: set[str] = set()
         for m in parts:
-            if (location := self.model.names.fused_location(m.role)) is not None:
-                groups.setdefault(location.key, []).append(m)
-        whole = [
-            group
-            for group in groups.values()
-            if not any(m.role in self.separate for m in group) and len({m.bias for m in group}) == 1
-        ]
-        return {m.role: group for group in whole for m in group}
+            if (location := self.model.names.fused_location(m.role)) is None:
+                continue
+            group = groups.setdefault(location.key, [])
+            group.append(m)
+            odd_experts = location.rows_per_expert and (m.bias or location.transposed)
+            if m.role in self.separate or m.bias != group[0].bias or odd_experts:
+                unjoined.add(location.key)
+        for key, group in groups.items():
+            spans = [span for m in group for span in self._fused_location(m.role).stored_rows]
+            if sorted(spans) != _consecutive(spans):  # the tensor has rows that are no matrix of the model
+                unjoined.add(key)
+        return {m.role: group for key, group in groups.items() if key not in unjoined for m in group}
 
     def target_location(self, role: str) -> TensorLocation:
         """Where the new model stores a role that has tensors of its own."""
@@ -200,6 +217,12 @@ class ConversionPlanner(ABC):
             "their numbers would have to be rounded, which is quantising and not converting. "
             'Convert to "safetensors", which keeps them.'
         )
+
+
+def _consecutive(spans: Sequence[RowRange]) -> list[RowRange]:
+    """Ranges of these lengths one after the other, in the order of their starts."""
+    stops = list(accumulate(stop - start for start, stop in sorted(spans)))
+    return list(zip([0, *stops], stops, strict=False))
 
 
 def vector_specs(model: spec.Model, has: Callable[[str], bool]) -> Iterator[VectorSpec]:

@@ -109,10 +109,10 @@ class FolderPlanner(ConversionPlanner):
             self.choose_action(m.role, fmt)
         parts = self._take_tensors(stored, fmt)
         if fmt == "dense":
-            outputs = sum(m.out_features for m in group)
-            whole = group[0]._replace(out_features=outputs)
+            whole = group[0]._replace(out_features=sum(m.out_features for m in group))
             if self._has_wrong_form(whole, stored, parts):
-                self._read_weight(group[0])
+                for m in group:
+                    self._read_weight(m)
         return [self._copy_step(group[0].role, {info.name: fused.tensor_key(s) for s, info in parts.items()})]
 
     def plan_vector(self, v: VectorSpec) -> ConversionStep:
@@ -159,9 +159,12 @@ class FolderPlanner(ConversionPlanner):
             self._read_weight(m)
 
     def _has_wrong_form(self, m: Matrix, stored: TensorLocation, parts: TensorsBySuffix) -> bool:
-        """Whether the dtype or the shape of a tensor that holds a matrix is not the spec's."""
+        """Whether the dtype or the shape of a tensor that holds a matrix, or stacked ones, is not the spec's."""
         shape = (m.in_features, m.out_features) if stored.transposed else (m.out_features, m.in_features)
-        return parts["weight"].dtype not in FLOAT_TYPES or parts["weight"].shape != shape
+        found = parts["weight"].shape
+        if stored.rows_per_expert and len(found) == 3:
+            found = (found[0] * found[1], found[2])
+        return parts["weight"].dtype not in FLOAT_TYPES or found != shape
 
     def _format_at(self, location: TensorLocation) -> str:
         return self.format_by_suffix[next(s for s in MARKERS if location.tensor_key(s) in self.names_by_key)]

@@ -125,9 +125,9 @@ class QuantContext:
 
     @property
     def linears(self) -> dict[str, HookedLinear]:
-        """The matrices to quantise that the loader has in memory, by role."""
-        wanted = self.matrices
-        return {role: linear for role, linear in self.loader.linears.items() if role in wanted}
+        """The matrices to quantise that the loader has in memory, by role, in the order of use."""
+        loaded = self.loader.linears
+        return {role: loaded[role] for role in self.matrices if role in loaded}
 
     @property
     def num_weights(self) -> int:

@@ -54,6 +54,12 @@ class TensorLocation:
         """The key of one of the tensors here: of `weight`, `bias`, or a part of a quantised matrix."""
         return self.key if self.without_suffix and suffix == "weight" else f"{self.key}.{suffix}"
 
+    @property
+    def stored_rows(self) -> tuple[RowRange, ...]:
+        """The rows of a fused tensor, or of stacked experts' tensors one after the other, in the role's order."""
+        start, stop = self.expert_rows or (0, 0)
+        return tuple((start + first, start + last) for first, last in self.rows or ((0, stop - start),))
+
     def for_expert(self, layer: int, expert: int) -> TensorLocation:
         """This location with the layer and the expert filled in."""
         key = self.key.replace("{i}", str(layer)).replace("{e}", str(expert))
@@ -121,10 +127,9 @@ class TensorNames:
         return next(location for location in self.locations_of(role) if location.is_whole)
 
     def fused_location(self, role: str) -> TensorLocation | None:
-        """Where a family has a role that it stores only as rows of a matrix; None for other roles."""
+        """Where a family has a role that it stores only as rows of a tensor; None for other roles."""
         found, _ = self._family_locations(role)
-        always_fused = all(location.rows and not location.rows_per_expert for location in found)
-        return found[0] if always_fused else None
+        return None if any(location.is_whole for location in found) else found[0]
 
     def _family_locations(self, role: str) -> tuple[tuple[TensorLocation, ...], str]:
         """The locations that the family lists for a role, and the role's last part, of an expert with its number."""
