@@ -85,8 +85,8 @@ def random_tensors(model: spec.Model) -> dict[str, Tensor]:
         for name in ("attn_norm", "mlp_norm", "attn_post", "mlp_post"):
             if getattr(layer, name) is not None:
                 out[f"layers.{i}.{name}"] = rand(model.hidden)
-        if layer.mixer.qk_norm is not None:
-            out |= {f"layers.{i}.attn.{part}_norm": rand(layer.mixer.head_dim) for part in "qk"}
+        if layer.attention is not None and layer.attention.qk_norm is not None:
+            out |= {f"layers.{i}.attn.{part}_norm": rand(layer.attention.head_dim) for part in "qk"}
     return out
 
 
@@ -112,7 +112,7 @@ def converted_tensors(
                 continue
             name = f"blk.{layer}.{LAYER_TENSORS[part]}"
         if arch == "llama" and part in ("attn.q", "attn.k"):
-            d = model.layers[0].mixer.head_dim
+            d = model.attentions[0].head_dim
             tensor = tensor.reshape(-1, 2, d // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
         if arch.startswith("gemma") and "norm" in name:
             tensor = tensor + 1
