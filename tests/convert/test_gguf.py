@@ -12,7 +12,7 @@ import torch
 
 from exlm import Config, Unsupported, convert_model
 from exlm.convert.side_files import MODEL_TYPES
-from tests.checkpoint import gguf_models
+from tests.checkpoint import gguf_hybrids, gguf_models
 from tests.checkpoint.gguf_bytes import write_gguf as write_gguf
 from tests.convert.conversion_helpers import (
     assert_same,
@@ -37,6 +37,14 @@ def test_gguf_floats_become_a_folder(tmp_path: Path, variant: str) -> None:
             two.final_norm,
             two.embed,
         )
+
+
+@pytest.mark.parametrize("name", gguf_hybrids.CASES)
+def test_hybrids_in_gguf_become_a_folder(tmp_path: Path, name: str) -> None:
+    """Biases of convolutions, decays and skip factors included."""
+    arch, architecture, overrides = gguf_hybrids.CASES[name]
+    source = gguf_hybrids.write(zoo.build(architecture, tmp_path / "old", **overrides), tmp_path / "m.gguf", arch)
+    assert_same(source, convert_model(source, tmp_path / "new"))
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, "F16"), (torch.bfloat16, "BF16")])

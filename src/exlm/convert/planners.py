@@ -309,7 +309,8 @@ class GgufPlanner(ConversionPlanner):
 
         def make() -> NamedTensors:
             for name, suffix in names.items():
-                yield (name, self.checkpoint.tensor(v.role, v.shapes, dtype=torch.float32, device=CPU, suffix=suffix))
+                shapes = v.shapes if suffix == "weight" else tuple(shape[:1] for shape in v.shapes)  # one for each row
+                yield name, self.checkpoint.tensor(v.role, shapes, dtype=torch.float32, device=CPU, suffix=suffix)
 
         return ConversionStep(v.role, tuple(names), size * len(names), make)
 
