@@ -400,7 +400,8 @@ STEPS: tuple[SamplingStep, ...] = (
 tokens of filters, which no simple setting describes, also come between `penalties` and `softmax`."""
 
 _STEPS = {step.name: step for step in STEPS}
-_TRUNCATIONS = ("top_k", "top_p", "top_a", "min_p", "tfs", "typical", "mirostat")
+_ORDER = tuple(_STEPS)
+_TRUNCATIONS = _ORDER[_ORDER.index("top_k") : _ORDER.index("dynamic_temperature")]
 
 SETTINGS: Mapping[str, StepSetting] = MappingProxyType(
     {setting.name: setting for step in STEPS for setting in step.settings}

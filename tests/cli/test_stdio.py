@@ -46,6 +46,15 @@ def test_a_closed_stdout_is_an_error(folder: Path, command: tuple[str, ...]) -> 
     assert done.stderr.count("\n") == 1
 
 
+def test_statistics_follow_the_text_where_both_streams_go_to_one_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    text = run_in_shell("", "generate", folder, "Hi", "-n", "4", "-q").stdout
+    both = run_in_shell("2>&1", "generate", folder, "Hi", "-n", "4").stdout
+    assert text + "4 tokens at " in both
+
+
 def test_a_closed_stderr_changes_nothing(folder: Path) -> None:
     done = run_in_shell("<&- 2>&-", "generate", folder, "Hi", "-n", "4")
     assert done.returncode == 0

@@ -18,6 +18,7 @@ from exlm.sampler_chain import (
     STEPS,
     STEPS_BY_STAGE,
     Bounds,
+    SamplingStep,
     StepSetting,
     active_steps,
     step_params,
@@ -83,6 +84,19 @@ def test_the_api_allows_nothing_that_settings_refuse(setting: StepSetting) -> No
         low = api.minimum + (1e-9 if api.exclusive else 0)
         refused = [value for value in (low, api.maximum) if setting.bounds.describe_violation(value)]
         assert refused == ([0] if setting.name == "dry_base" else [])
+
+
+NAMES = [step.name for step in STEPS]
+TRUNCATIONS = STEPS[NAMES.index("top_k") : NAMES.index("dynamic_temperature")]
+
+
+@pytest.mark.parametrize("step", TRUNCATIONS, ids=lambda step: str(step.name))
+def test_temperature_last_comes_after_any_truncation(step: SamplingStep) -> None:
+    switch = step.settings[0]
+    value = {bool: True, int: 5}.get(switch.type, 0.5)
+    settings = neutral(temperature=2.0, temperature_last=True, **{switch.name: value})
+    assert step.is_active({name: getattr(settings, name) for name in SETTINGS})
+    assert "final_temperature" in settings.compiled().probs_steps
 
 
 def test_bounds_say_what_a_number_must_be() -> None:

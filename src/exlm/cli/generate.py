@@ -70,6 +70,7 @@ def generate(
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    sys.stdout.flush()  # before the statistics, where both streams go to one file
     if not quiet:
         Console(stderr=True).print(f"[dim]{session.stats}[/]")
 

@@ -164,7 +164,8 @@ def _serve_on_ray(
 def _announce(name: str, address: Sequence[Any], has_keys: bool) -> None:
     console = Console(stderr=True)
     host, port = address[:2]
-    console.print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    console.print(f"{name} at {url} (web chat) and {url}/v1 (OpenAI API)", soft_wrap=True)
     if host not in LOCAL_HOSTS and not has_keys:
         console.print("[yellow]Without --api-key, anyone who can reach this machine can use the server.[/]")
 

@@ -143,10 +143,7 @@ class EngineCore:
         results = self._admit()
         results += self._prefill_chunks()
         if batch := self.scheduler.decode_batch():
-            logits, drafts = self.in_flight.take(batch), NO_DRAFTS
-            if logits is None:
-                drafts = self._propose_drafts(batch)
-                logits = self._decode(batch, drafts)
+            logits, drafts = self._decode(batch)
             results += self._verify_and_apply(batch, logits, drafts)
         self._dirty = False
         return results
@@ -221,8 +218,12 @@ class EngineCore:
             counts = [min(count, spare) for count in counts]
         return self.drafter.propose([job.sequences[0] for job in jobs], counts)
 
-    def _decode(self, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]) -> Any:
-        """Logits of each job's last token and drafts, in one pass of the model."""
+    def _decode(self, jobs: Sequence[Job]) -> tuple[Any, Sequence[Sequence[int]]]:
+        """Logits of each job's last token and drafts, and the drafts; of the pass in flight if it is of these jobs."""
+        logits = self.in_flight.take(jobs)
+        if logits is not None:
+            return logits, NO_DRAFTS
+        drafts = self._propose_drafts(jobs)
         sequences: list[TokenSequence] = []
         past: list[int] = []
         token_rows: list[list[int]] = []
@@ -235,7 +236,7 @@ class EngineCore:
                 sequences.append(sequence)
                 past.append(sequence.num_computed_tokens)
                 token_rows.append([sequence.ids[-1], *draft])
-        return self.runner.decode(sequences, past, token_rows)
+        return self.runner.decode(sequences, past, token_rows), drafts
 
     def _verify_and_apply(self, jobs: Sequence[Job], logits: Any, drafts: Sequence[Sequence[int]]) -> Sequence[Result]:
         """Sample a token for every job, and further ones for as long as they equal the job's draft.

@@ -34,9 +34,15 @@
 #define SUM_BYTES (WARPS * WARP_TILES * 16 * N8_TILES * 8 * 4)
 #define EPILOGUE_OFFSET (RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES)
 
+static_assert(STAGES >= 2, "one stage is multiplied while the others are copied");
+static_assert(N8_TILES == 1 || N8_TILES == 2, "1 to 16 rows of activations");
+static_assert(!FUSED_PACK || N8_TILES == 1, "thread blocks pack a single row");
+static_assert(WARP_TILES % GLU_WEIGHTS == 0, "gate and up get as many of a warp's tiles");
+static_assert(!SEPARATE_PERM || GLU_WEIGHTS == 2, "only gate and up have two orders of inputs");
+
 typedef EpilogueSmem<WEIGHT_TILES * 16, N8_TILES * 8> BlockEpilogue;
 
-// The k tiles of one weight that a warp copies: of an n16 column tiles `warp`, `warp` + WARPS, ...
+// Copies the k tiles of one weight that belong to a warp: in each n16 column the tiles `warp`, `warp` + WARPS, ...
 template <int BITS_> struct TileIterator {
     const char* from;  // the next tile of the block's first n16 column
     int k_tile, column_bytes, bits;
