@@ -71,12 +71,12 @@ class Recorder(RankSource):
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.vectors: dict[str, set[tuple[int, ...]]] = {}
+        self.vectors: dict[tuple[str, str], set[tuple[int, ...]]] = {}
         self.matrices: set[str] = set()
 
     def tensor(self, role: str, shape: Any, **options: Any) -> Tensor:
         shapes = set(shape) if isinstance(shape[0], tuple) else {tuple(shape)}
-        self.vectors[role] = self.vectors.get(role, set()) | shapes
+        self.vectors[role, options.get("suffix", "weight")] = shapes
         return super().tensor(role, shape, **options)
 
     def weight(self, role: str, in_features: int, out_features: int, **options: Any) -> Any:
@@ -91,9 +91,10 @@ def test_the_plan_has_what_a_model_reads(folder: Path) -> None:
     backends = BackendList([ReferenceBackend(torch.device("cpu"), torch.float32)])
     list(Builder(frozen.spec, recorder, [backends] * (len(frozen.spec.layers) + 2), 64).build())
     plan = make_plan(frozen, source, "safetensors")
-    assert {v.role for v in plan.vectors} == recorder.vectors.keys()
-    for vector in plan.vectors:
-        assert recorder.vectors[vector.role] & set(vector.shapes), vector.role
+    planned = {(v.role, suffix): v for v in plan.vectors for suffix in ("weight", "bias")[: 1 + v.bias]}
+    assert planned.keys() == recorder.vectors.keys()
+    for (role, suffix), vector in planned.items():
+        assert recorder.vectors[role, suffix] & set(vector.shapes_of(suffix)), (role, suffix)
     assert plan.actions.keys() == recorder.matrices
 
 

@@ -40,11 +40,11 @@ def convert_model(
 ) -> Path:
     """Convert the model at `source` (a folder or a GGUF file) into a new folder, and return its path.
 
-    `to` is "safetensors" (each matrix in the format it has, renamed and un-fused), "dense" (every matrix as
-    plain floats), "exl2", "gptq" or "gptq-v2". Every weight keeps its exact value; before anything is
-    written, `Unsupported` names the first matrix for which that is impossible. The folder appears when it is
-    complete; an existing one is replaced only with `overwrite`. `progress(done, total)` counts tensors and
-    matrices.
+    `to` is "safetensors" (each matrix in the format it has, renamed, and un-fused where the family's files may
+    hold it alone), "dense" (every matrix as plain floats), "exl2", "gptq" or "gptq-v2". Every weight keeps its
+    exact value; before anything is written, `Unsupported` names the first matrix for which that is impossible.
+    The folder appears when it is complete; an existing one is replaced only with `overwrite`.
+    `progress(done, total)` counts tensors and matrices.
     """
     if to not in KEPT_FORMATS:
         raise InputError(f"A model can be converted to {', '.join(KEPT_FORMATS)}; found {to!r}.")

@@ -70,6 +70,10 @@ class VectorSpec(NamedTuple):
     bias: bool = False
     keeps_precision: bool = False  # a parameter of a recurrence or a routing: never rounded to float16
 
+    def shapes_of(self, suffix: str) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the `weight` or the `bias`, which has one number for each channel."""
+        return self.shapes if suffix == "weight" else (self.shapes[0][:1],)
+
 
 @dataclass(frozen=True)
 class ConversionPlan:

@@ -305,14 +305,14 @@ class GgufPlanner(ConversionPlanner):
         self._mark_used(v.role)
         location = self.target_location(v.role)
         names = {location.tensor_key(suffix): suffix for suffix in ("weight", "bias")[: 1 + v.bias]}
-        size = 4 * max(torch.Size(shape).numel() for shape in v.shapes)
+        size = 4 * sum(max(torch.Size(shape).numel() for shape in v.shapes_of(suffix)) for suffix in names.values())
 
         def make() -> NamedTensors:
             for name, suffix in names.items():
-                shapes = v.shapes if suffix == "weight" else tuple(shape[:1] for shape in v.shapes)  # one for each row
+                shapes = v.shapes_of(suffix)
                 yield name, self.checkpoint.tensor(v.role, shapes, dtype=torch.float32, device=CPU, suffix=suffix)
 
-        return ConversionStep(v.role, tuple(names), size * len(names), make)
+        return ConversionStep(v.role, tuple(names), size, make)
 
     def plan_unassigned(self) -> Iterable[ConversionStep]:
         """No steps; `Unsupported` if there is a tensor of no role, which would be lost."""
