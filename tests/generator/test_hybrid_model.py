@@ -1,4 +1,4 @@
-"""A trained hybrid (Qwen 3.5, gated delta nets and attention) gives the same text however it is run."""
+"""Trained hybrids (Qwen 3.5 with gated delta nets, Nemotron-H with Mamba 2) give the same text however they are run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,25 @@ from exlm.generator.state_table import StateTable
 from exlm.generator.token_sequence import TokenSequence
 
 NEW = 24
-STATE_BYTES = 3 * (4 * 64 * 64 * 4 + 3 * 512 * 4)  # three delta nets: the matrices and the convolutions' inputs
+STATE_BYTES = {
+    "qwen3_5": 3 * (4 * 64 * 64 * 4 + 3 * 512 * 4),  # three delta nets: matrices, and inputs of the convolutions
+    "nemotron_h": 2 * (8 * 64 * 32 * 4 + 3 * 640 * 4),  # two Mamba 2 mixers
+}
+
+
+@pytest.fixture(scope="module", params=STATE_BYTES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def model(fixtures_dir: Path) -> Model:
-    config = Config(str(fixtures_dir / "tiny-qwen3_5"))
+def state_bytes(name: str) -> int:
+    return STATE_BYTES[name]
+
+
+@pytest.fixture(scope="module")
+def model(fixtures_dir: Path, name: str) -> Model:
+    config = Config(str(fixtures_dir / f"tiny-{name}"))
     config.device, config.dtype, config.max_seq_len = "cpu", "float32", 8192  # RoPE reaches beyond its training
     model = Model(config)
     model.load()
@@ -34,8 +47,8 @@ def tokenizer(model: Model) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def reference(fixtures_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(fixtures_dir / "reference" / "qwen3_5.safetensors")
+def reference(fixtures_dir: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(fixtures_dir / "reference" / f"{name}.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +58,9 @@ def text(fixtures_dir: Path) -> list[int]:
 
 
 def make_generator(model: Model, tokenizer: Tokenizer, **options: Any) -> Generator:
+    """A generator with a cache of its own; `state_slots` is how many states there is room for."""
+    if slots := options.pop("state_slots", None):
+        options["state_cache_bytes"] = slots * Cache(model, max_seq_len=256).state_bytes
     cache = options.pop("cache", Cache)(model, max_seq_len=options.pop("tokens", 8192))
     return Generator(model, cache, tokenizer, **options)
 
@@ -91,8 +107,8 @@ def test_reference_completion(model: Model, tokenizer: Tokenizer, reference: dic
         {"max_batch_size": 7},
         {"max_batch_size": 7, "max_chunk_size": 256},
         {"max_batch_size": 7, "use_ngram_draft": True},
-        {"max_batch_size": 3, "state_cache_bytes": 9 * STATE_BYTES},
-        {"max_batch_size": 3, "state_cache_bytes": 9 * STATE_BYTES, "use_ngram_draft": True},
+        {"max_batch_size": 3, "state_slots": 9},
+        {"max_batch_size": 3, "state_slots": 9, "use_ngram_draft": True},
         {"max_batch_size": 4, "state_checkpoint_interval": 0},
         {"max_batch_size": 4, "state_checkpoint_interval": 256, "tokens": 2048},
     ],
@@ -146,7 +162,7 @@ def test_banned_strings_rewind_the_state(
 ) -> None:
     """With few slots the text behind the last final token is computed again; with many the state was kept."""
     prompt = text[:40]
-    options = {"max_batch_size": 1, "state_cache_bytes": slots * STATE_BYTES}
+    options = {"max_batch_size": 1, "state_slots": slots}
     ((ids, _),) = complete(make_generator(model, tokenizer, **options), [prompt])
     banned = [tokenizer.decode(torch.tensor(ids[i : i + 3])) for i in (4, 9, 15)]
     ((rewound, last),) = complete(make_generator(model, tokenizer, **options), [prompt], banned_strings=banned)
@@ -207,22 +223,32 @@ def states_after(model: Model, ids: list[int], passes: Sequence[tuple[int, int]]
 @pytest.mark.parametrize(
     "passes",
     [
-        [(1, 1)] * 48,
         [(7, 7)] * 6 + [(6, 6)],
+        [(8, 1), (8, 5), (4, 4), (9, 8), (1, 1), (8, 3), (8, 8), (8, 8), (8, 8), (8, 2)],
+        [(48, 48)],
         [(30, 30), (16, 1), (16, 5), (4, 4), (9, 8)],
         [(40, 12), (36, 30), (3, 1), (3, 1), (4, 4)],
     ],
 )
 def test_a_state_depends_on_its_tokens_alone(model: Model, text: list[int], passes: list[tuple[int, int]]) -> None:
-    """Bit for bit, whatever passes computed it and whatever drafts were rejected in between."""
+    """Bit for bit, whatever passes computed it and whatever drafts were rejected in between.
+
+    Attention over many new tokens is another kernel than over few, and may differ in its last bits.
+    """
     assert sum(kept for _, kept in passes) == 48
-    whole = states_after(model, text[:48], [(48, 48)])
-    assert len(whole) == 6  # a convolution and a matrix for each of three delta nets
-    for expected, found in zip(whole, states_after(model, text[:48], passes), strict=True):
-        if "delta: cpu" in model.explain():
-            assert torch.equal(expected, found)
-        else:  # plain torch sums in another order for other shapes
-            assert torch.allclose(expected, found, atol=1e-4)
+    one_by_one, found = (states_after(model, text[:48], some) for some in ([(1, 1)] * 48, passes))
+    assert len(found) == 2 * sum(layer.state is not None for layer in model.config.spec.layers)
+    exact = 2 * sum(layer.state is not None for layer in model.config.spec.layers[: first_attention(model)])
+    if max(fed for fed, _ in passes) <= 9:
+        exact = len(found)
+    if "delta: cpu" not in model.explain() and "mamba: cpu" not in model.explain():
+        exact = 0  # plain torch sums in another order for other shapes
+    for i, (expected, state) in enumerate(zip(one_by_one, found, strict=True)):
+        assert torch.equal(expected, state) if i < exact else torch.allclose(expected, state, atol=1e-4)
+
+
+def first_attention(model: Model) -> int:
+    return next(i for i, layer in enumerate(model.config.spec.layers) if layer.attention is not None)
 
 
 def test_forward_goes_back_by_one_call_only(model: Model, text: list[int]) -> None:
@@ -245,9 +271,10 @@ def test_forward_goes_back_by_one_call_only(model: Model, text: list[int]) -> No
             refused()
 
 
-def test_too_little_memory_for_states_is_refused(model: Model, tokenizer: Tokenizer) -> None:
-    with pytest.raises(InputError, match=f"{12 * STATE_BYTES:,} bytes or more, or lower max_batch_size"):
-        make_generator(model, tokenizer, max_batch_size=4, state_cache_bytes=11 * STATE_BYTES)
+def test_too_little_memory_for_states_is_refused(model: Model, tokenizer: Tokenizer, state_bytes: int) -> None:
+    assert Cache(model, max_seq_len=256).state_bytes == state_bytes
+    with pytest.raises(InputError, match=f"{12 * state_bytes:,} bytes or more, or lower max_batch_size"):
+        make_generator(model, tokenizer, max_batch_size=4, state_cache_bytes=11 * state_bytes)
     with pytest.raises(InputError, match="multiple of the 256 tokens"):
         make_generator(model, tokenizer, state_checkpoint_interval=100)
 

@@ -28,6 +28,10 @@ from .token_sequence import TokenSequence, common_prefix_length
 if TYPE_CHECKING:
     from .job import Job
 
+RECOMPUTED_CHUNK = 8
+"""Tokens of a chunk that computes generated text again. So few run on the kernels that decoding uses, so that keys,
+values and recurrent states get the bits that they had before."""
+
 MAX_ADMISSION_SCAN = 64
 """How many pending jobs that do not fit are skipped in search of one that does."""
 
@@ -91,6 +95,7 @@ class Scheduler:
         self._pending: OrderedDict[int, Job] = OrderedDict()
         self._active: dict[int, Job] = {}
         self._prefilling: dict[int, Job] = {}  # active jobs whose prompts are not done
+        self._recomputing: set[int] = set()  # active jobs that compute generated tokens again
         self._prefill_queue: list[tuple[Job, TokenSequence]] = []  # sequences without a chunk in this step yet
         self._num_rows = 0  # rows of the batch that active jobs take
         self._admission_blocked_at: tuple[int, int] | None = None
@@ -196,16 +201,19 @@ class Scheduler:
         if self._prefilling:
             for job in jobs:
                 self._prefilling.pop(id(job), None)
+                self._recomputing.discard(id(job))
         return jobs
 
     def resume_prefill(self, job: Job) -> None:
         """Compute again what an active job lost in a rewind, as if it were the rest of its prompt."""
         self._prefilling[id(job)] = job
+        self._recomputing.add(id(job))
 
     def finish(self, job: Job) -> None:
         """Remove an active job; its pages stay in the prefix cache until they are evicted."""
         del self._active[id(job)]
         self._prefilling.pop(id(job), None)
+        self._recomputing.discard(id(job))
         self._num_rows -= len(job.sequences)
         for sequence in job.sequences:
             self.page_table.release(sequence)
@@ -227,6 +235,7 @@ class Scheduler:
         if self.num_unfinished:
             return False
         self._prefilling, self._prefill_queue, self._num_rows = {}, [], 0
+        self._recomputing.clear()
         if self.page_table.violations():
             self.page_table.reset()
         return True
@@ -293,11 +302,12 @@ class Scheduler:
             start += copy.num_tokens if copy is not None else 0
             if builder.computes_longer_match(self.page_table, sequence, start - sequence.num_computed_tokens):
                 return False
-        builder.add(PrefillChunk(job, sequence, start, self._chunk_end(sequence, start), copy), self.page_table)
+        size = min(self.chunk_size, RECOMPUTED_CHUNK) if id(job) in self._recomputing else self.chunk_size
+        builder.add(PrefillChunk(job, sequence, start, self._chunk_end(sequence, start, size), copy), self.page_table)
         return True
 
-    def _chunk_end(self, sequence: TokenSequence, start: int) -> int:
+    def _chunk_end(self, sequence: TokenSequence, start: int, chunk_size: int) -> int:
         """Where a chunk from `start` on ends: on a page boundary, if one is within `chunk_size`."""
         size = self.page_table.page_size
-        boundary = (start + self.chunk_size) // size * size
-        return min(boundary if boundary > start else start + self.chunk_size, len(sequence) - 1)
+        boundary = (start + chunk_size) // size * size
+        return min(boundary if boundary > start else start + chunk_size, len(sequence) - 1)

@@ -348,6 +348,8 @@ class CacheBase(ABC):
     @last_writer.setter
     def last_writer(self, runner: object) -> None:
         self._last_writer = None if runner is None else weakref.ref(runner)
+        if runner is not None:
+            self._state_lengths = [0, 0]  # the runner's states are in these slots now
 
     def reset(self) -> None:
         """Start a new sequence; keeps the tensors."""

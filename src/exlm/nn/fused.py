@@ -292,11 +292,11 @@ def fuse_block(
     `Unsupported` if the backend declines both, or a matrix of a gated MLP.
     """
     fuse = LinearFuser(backend)
-    mixer, unfused_mixer = None, Unsupported("")
+    mixer, unfused_mixer = None, ""
     try:
         mixer = fuse_mixer(block.mixer, attn_norm, fuse)
     except Unsupported as reason:
-        unfused_mixer = reason
+        unfused_mixer = str(reason)  # the exception itself would keep this frame, and the weights, in memory
     if isinstance(block.mlp, GatedMlp):
         return FusedBlock(block, mixer, fuse_mlp(block.mlp, act, mlp_norm, fuse), backend.max_fused_tokens)
     if mixer is None:
