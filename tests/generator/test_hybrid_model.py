@@ -224,7 +224,7 @@ def states_after(model: Model, ids: list[int], passes: Sequence[tuple[int, int]]
     "passes",
     [
         [(7, 7)] * 6 + [(6, 6)],
-        [(8, 1), (8, 5), (4, 4), (9, 8), (1, 1), (8, 3), (8, 8), (8, 8), (8, 8), (8, 2)],
+        [(8, 1), (8, 5), (4, 4), (8, 8), (1, 1), (8, 3), (8, 8), (8, 8), (8, 8), (8, 2)],
         [(48, 48)],
         [(30, 30), (16, 1), (16, 5), (4, 4), (9, 8)],
         [(40, 12), (36, 30), (3, 1), (3, 1), (4, 4)],
@@ -239,7 +239,7 @@ def test_a_state_depends_on_its_tokens_alone(model: Model, text: list[int], pass
     one_by_one, found = (states_after(model, text[:48], some) for some in ([(1, 1)] * 48, passes))
     assert len(found) == 2 * sum(layer.state is not None for layer in model.config.spec.layers)
     exact = 2 * sum(layer.state is not None for layer in model.config.spec.layers[: first_attention(model)])
-    if max(fed for fed, _ in passes) <= 9:
+    if max(fed for fed, _ in passes) <= 8:
         exact = len(found)
     if "delta: cpu" not in model.explain() and "mamba: cpu" not in model.explain():
         exact = 0  # plain torch sums in another order for other shapes

@@ -483,7 +483,7 @@ def _residual_roles(layer: spec.Layer, number: int) -> list[str]:
     ends: tuple[str, ...] = ()
     if layer.attn_post is None and not _scales_outputs(layer.mixer):
         ends += "attn.o", "delta.o", "mamba.out", "conv.out"
-    if layer.mlp_post is None:
+    if layer.mlp_post is None and not (isinstance(layer.mlp, spec.Mlp) and layer.mlp.out_scale != 1.0):
         ends += ("mlp.down",)
     return [f"layers.{number}.{end}" for end in ends]
 

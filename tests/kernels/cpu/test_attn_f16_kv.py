@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from exlm import spec
 from exlm.kernels.cpu import CpuBackend
-from exlm.kernels.interface import AttnMetadata
+from exlm.kernels.interface import AttnMetadata, no_rope
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kvcache.dense import DenseLayer
 from exlm.nn import Batch
@@ -64,7 +64,7 @@ def steps_apart(got: torch.Tensor, want: torch.Tensor) -> int:
     past=st.lists(st.integers(0, 50), min_size=1, max_size=4),
     tokens=st.integers(1, 5),
     shared=st.sampled_from([1, 2, 3, 4]),
-    dims=st.sampled_from([(16, 16), (64, 64), (80, 32), (128, 128)]),
+    dims=st.sampled_from([(16, 16), (64, 64), (80, 32), (128, 128), (64, 0)]),
     style=st.sampled_from(["neox", "gptj"]),
     window=st.sampled_from([None, 1, 9, 64]),
     size=st.sampled_from([1.0, 1e-6, 3e3, 1e6, 0.0]),
@@ -83,7 +83,7 @@ def test_attention_over_float16(
 ) -> None:
     torch.set_num_threads(threads)
     head_dim, turned = dims
-    rope = spec.Rope(dim=turned, theta=100.0, style=style)  # type: ignore[arg-type]
+    rope = spec.Rope(dim=turned, theta=100.0, style=style) if turned else None  # type: ignore[arg-type]
     attn = spec.Attention(2 * shared, 2, head_dim, scale=0.3, rope=rope, window=window)
     rows = len(past)
     width = -(-(max(past) + tokens) // PAGE)
@@ -92,7 +92,7 @@ def test_attention_over_float16(
     k, v = torch.randn(2, rows, tokens, 2, head_dim) * size
     old = torch.randn(2, rows * width, PAGE, 2, head_dim).half()
     layer, plain = filled(DenseLayer, old), filled(DenseLayer, old)
-    attend, right = (b.attention(attn, b.rope(rope, 64)) for b in (backend, REFERENCE))
+    attend, right = (b.attention(attn, no_rope if rope is None else b.rope(rope, 64)) for b in (backend, REFERENCE))
     got = attend(q, k, v, layer, metadata)
     right(q, k, v, plain, metadata)
     # A key is turned in float32 on both sides, perhaps one bit apart, and then rounded.
@@ -107,10 +107,10 @@ def test_attention_over_float16(
     assert got.isfinite().all()
 
 
-def test_tokens_together_say_what_they_say_one_by_one(backend: CpuBackend) -> None:
-    rope = spec.Rope(dim=64, theta=100.0)
+@pytest.mark.parametrize("rope", [spec.Rope(dim=64, theta=100.0), None], ids=["RoPE", "NoPE"])
+def test_tokens_together_say_what_they_say_one_by_one(backend: CpuBackend, rope: spec.Rope | None) -> None:
     attn = spec.Attention(6, 2, 64, scale=0.1, rope=rope)
-    attend = backend.attention(attn, backend.rope(rope, 64))
+    attend = backend.attention(attn, no_rope if rope is None else backend.rope(rope, 64))
     q, (k, v) = torch.randn(1, 5, 6, 64), torch.randn(2, 1, 5, 2, 64)
     table, old = torch.tensor([[1, 0, 2]]), torch.randn(2, 3, PAGE, 2, 64).half()
     whole, pieces = filled(DenseLayer, old), filled(DenseLayer, old)

@@ -7,6 +7,7 @@ those), keys and values of different kinds otherwise, and heads that a Hadamard 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -56,6 +57,16 @@ class CpuRotaryEmbedding(RotaryEmbedding):
         return out
 
 
+@dataclass(frozen=True, eq=False)
+class NoRotation:
+    """The tables of attention without positions (NoPE): no dimension is rotated."""
+
+    cos: Tensor = field(default_factory=lambda: torch.ones(1))
+    sin: Tensor = field(default_factory=lambda: torch.zeros(1))
+    dim: int = 0
+    interleaved: bool = False
+
+
 class BatchArgsCache:
     """Keeps a step's BatchArgs, so that they are made once for all layers."""
 
@@ -88,7 +99,7 @@ class PagedAttention:
         self,
         library: Library,
         attn: spec.Attention,
-        rope: CpuRotaryEmbedding,
+        rope: CpuRotaryEmbedding | NoRotation,
         batch_args: BatchArgsCache,
         fallback: AttentionFn,
     ) -> None:

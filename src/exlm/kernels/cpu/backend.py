@@ -24,7 +24,7 @@ from ...formats import DenseWeight, PackedWeight, Weight
 from .. import interface
 from ..reference import ReferenceBackend
 from .arena import HugePageArena
-from .attention import BatchArgsCache, CpuRotaryEmbedding, PagedAttention
+from .attention import BatchArgsCache, CpuRotaryEmbedding, NoRotation, PagedAttention
 from .bindings import load
 from .ops import FusedLinear, PackedEmbedding, PackedLinear, PaddedLinear, RmsNorm, silu_mul
 from .recurrent import CpuDeltaNet, CpuMamba2, CpuShortConv
@@ -101,12 +101,13 @@ class CpuBackend:
 
     def attention(self, attn: spec.Attention, rope: interface.RopeFn) -> interface.AttentionFn:
         """Paged attention; calls that C cannot do go to the reference."""
-        if attn.softcap is not None or not isinstance(rope, CpuRotaryEmbedding):
-            raise Unsupported("only attention with RoPE of this backend and without softcap")
+        tables = NoRotation() if rope is interface.no_rope else rope
+        if attn.softcap is not None or not isinstance(tables, CpuRotaryEmbedding | NoRotation):
+            raise Unsupported("only attention with RoPE of this backend or without positions, and without softcap")
         if attn.head_dim % 16 or attn.head_dim > 512:
             raise Unsupported(f"head_dim {attn.head_dim} is no multiple of 16 up to 512")
         fallback = self._reference.attention(attn, rope)
-        return PagedAttention(self._library, attn, rope, self._batch_args, fallback)
+        return PagedAttention(self._library, attn, tables, self._batch_args, fallback)
 
     def delta_net(self, mixer: spec.DeltaNet, params: interface.DeltaNetParams) -> interface.DeltaNetFn:
         """Convolution, delta rule, norm and gate as one C call."""
