@@ -70,7 +70,10 @@ class SafetensorsCheckpoint(Checkpoint):
             if fmt.describe is not None:
                 shapes = {suffix: info.shape for suffix, info in stored.items()}
                 words = fmt.describe(shapes, lambda suffix: self.files.view(stored[suffix].name), self.quantization)
-            return words, sum(info.nbytes for info in stored.values())
+            total = sum(info.nbytes for info in stored.values())
+            if location.rows:  # its share of a fused matrix
+                total = total * num_rows(location.rows) // self._stored_outputs(role, location, 0)
+            return words, total
         info = self._info(location.tensor_key(marker))
         total = info.nbytes
         if location.expert_rows:
