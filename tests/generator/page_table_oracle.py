@@ -26,7 +26,10 @@ def _sequence_violations(table: PageTable, sequence: TokenSequence) -> Iterator[
         yield f"{published} pages published, {cached} tokens computed, {final} final of {len(ids)}"
     if len(sequence.pages) != -(-sequence.max_length // size) or len(set(sequence.pages)) != len(sequence.pages):
         yield f"has pages {sequence.pages} for {sequence.max_length} ids"
-    if sequence.num_published_pages != min(cached, sequence.num_final_tokens - 1) // size:
+    settled = min(cached, sequence.num_final_tokens - 1)
+    if table.states is not None:  # a rewind may compute again all that follows the last state before
+        settled = max((p for p in sequence.states if p <= settled), default=0)
+    if sequence.num_published_pages != settled // size:
         published, final = sequence.num_published_pages, sequence.num_final_tokens
         yield f"{published} pages published with {cached} tokens computed and {final} final"
     filled_rows = [len(table._pages[index].ids) for index in sequence.pages]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from exlm import CacheTooSmall, InputError
@@ -212,3 +214,31 @@ def test_more_sequences_than_slots_is_an_error() -> None:
 def test_impossible_tables_are_refused(slots: int, interval: int) -> None:
     with pytest.raises(InputError, match=r"needs 3 state slots, found 2|multiple of the 4 tokens of a page"):
         StateTable(slots, SIZE, interval)
+
+
+@pytest.mark.parametrize("final", [8, 10])
+def test_a_rewind_without_slots_computes_final_tokens_again(final: int) -> None:
+    table, _ = make_table(slots=3, interval=0)
+    sequence = make_sequence(6, new=20)
+    prefill(table, sequence)
+    decode(table, sequence, 7, final=False)  # the states after 6 to 10 tokens are evicted, the one after 5 is left
+    table.mark_final(sequence, final)
+    assert sequence.num_published_pages == 1  # a published page is never computed again
+    table.rewind(sequence, 11)
+    assert sequence.num_computed_tokens == 5
+    assert table.violations(Counter(sequence.pages)) == []
+    table.plan_prefill_states(sequence, 5, 10)
+    table.mark_computed(sequence, 10)
+    table.mark_final(sequence, 11)
+    assert sequence.num_published_pages == 2
+    assert table.violations(Counter(sequence.pages)) == []
+
+
+def test_a_sequence_replaces_only_the_checkpoints_that_it_made() -> None:
+    table, states = make_table(slots=20, interval=100 * SIZE)
+    chat = [*range(5), *range(4)]  # a prompt that ends where the other sequence generates on
+    prefill(table, TokenSequence(chat))
+    prefill(table, sequence := make_sequence(5, new=20))
+    decode(table, sequence, 9)
+    assert states.num_checkpoints == 3  # after 4 and 8 tokens for the prompts, after 12 behind generated text
+    assert prefill(table, TokenSequence([*chat, 70]))[0][0] == 8

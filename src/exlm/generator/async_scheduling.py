@@ -41,7 +41,7 @@ class InFlightDecode:
         return logits if up_to_date else None
 
     def launch_next(self, jobs: Sequence[Job], tokens: Any, page_table: PageTable) -> None:
-        """Launch the pass after `tokens` (jobs,), which are on the device; all jobs are simple.
+        """Launch the pass that reads `tokens` (jobs,), which are on the device; all jobs have `is_simple`.
 
         Nothing is launched if these tokens reach every job's limit.
         """

@@ -239,7 +239,7 @@ class PageTable:
     def rewind(self, sequence: TokenSequence, to: int) -> None:
         """Remove the ids from `to` on, none of which is final; the last id that is left is fed again.
 
-        So are the ids behind the last recurrent state that is still there, if there are such states.
+        So are the ids after the last recurrent state that is still there, if the model has such states.
         """
         if not sequence.num_final_tokens <= to <= len(sequence):
             raise InputError(
@@ -306,7 +306,7 @@ class PageTable:
     def _num_shareable_pages(self, sequence: TokenSequence) -> int:
         """How many of a prompt's leading pages it may share: all, or those before the last checkpoint found.
 
-        Behind a checkpoint a sequence computes keys and values again, in pages of its own: in shared ones their last
+        After a checkpoint a sequence computes keys and values again, in pages of its own: in shared ones their last
         bits could change under another sequence.
         """
         if self.states is None:
@@ -320,7 +320,7 @@ class PageTable:
         return shareable
 
     def _restore_checkpoint(self, sequence: TokenSequence, states: StateTable) -> None:
-        """Continue behind the last checkpoint of the prompt, if that is farther than the sequence is."""
+        """Continue from the last checkpoint of the prompt, if that is farther than the sequence is."""
         first, pages = -(-sequence.num_computed_tokens // self.page_size), self._num_shareable_pages(sequence)
         if pages * self.page_size <= sequence.num_computed_tokens:
             return
@@ -387,9 +387,14 @@ class PageTable:
     def _publish_pages(self, sequence: TokenSequence) -> None:
         """Publish the pages that are full and final.
 
-        The last final id may be fed again after a rewind, so the page it fills is published one token later.
+        The last final id may be fed again after a rewind, so the page it fills is published one token later; with
+        recurrent states, all ids after the rewind floor may be.
         """
-        done = min(sequence.num_computed_tokens, sequence.num_final_tokens - 1) // self.page_size
+        computed = sequence.num_computed_tokens
+        if self.states is None:
+            done = min(computed, sequence.num_final_tokens - 1) // self.page_size
+        else:
+            done = self.states.rewind_floor(sequence, computed) // self.page_size
         for i in range(sequence.num_published_pages, done):
             page = self._pages[sequence.pages[i]]
             if i == len(sequence.page_hashes):

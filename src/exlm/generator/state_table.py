@@ -1,13 +1,13 @@
 """The state table: which slots hold the recurrent states of which sequences, and checkpoints for the prefix cache.
 
 Keys and values of a prefix can be reused up to any page; a recurrent state only where it was kept. A state is one slot
-of every recurrent layer's cache. A sequence has states by position (the number of tokens behind it): the one that the
-next pass continues, the ones to which a rewind may return, and the ones that a pass in flight will write. A pass never
-overwrites the state that it reads, so a pass that is dropped (async scheduling, a rejected draft) costs nothing.
+of every recurrent layer's cache. A sequence has states by position, the number of tokens they have seen: the one that
+the next pass continues, the ones to which a rewind may return, and the ones that a pass in flight will write. A pass
+never overwrites the state that it reads, so a pass that is dropped (async scheduling, a rejected draft) costs nothing.
 
 A checkpoint is a state at a page border that outlives its sequence. Its key is the hash of the page that ends there:
-the prefix cache finds both with one key. Slots are counted references, so checkpoints and the sequences that start from
-them share a slot without a copy. Like the page table it holds integers and bytes only.
+the prefix cache finds both with one key. References to slots are counted, so a checkpoint and the sequences that start
+from it share a slot without a copy. Like the page table it holds integers and bytes only.
 """
 
 from __future__ import annotations
@@ -51,46 +51,47 @@ class StateTable:
 
     @property
     def checkpoint_hashes(self) -> list[bytes]:
-        """The hashes of the pages with a checkpoint behind them, least recently used first."""
+        """The hashes of the pages with a checkpoint at their end, least recently used first."""
         return [*self._checkpoints]
 
     def num_spare_slots(self, num_sequences: int) -> int:
-        """Slots beyond those that so many running sequences can count on: for the states after draft tokens."""
+        """Slots left when each of so many sequences has its guaranteed ones: for the states after draft tokens."""
         return max(0, self.num_slots - SLOTS_PER_SEQUENCE * num_sequences)
 
     def has_checkpoint(self, page_hash: bytes) -> bool:
-        """Whether the state behind this page is kept."""
+        """Whether the state at the end of this page is kept."""
         return page_hash in self._checkpoints
 
     def restore(self, sequence: TokenSequence, page_hash: bytes, position: int) -> None:
-        """Let a sequence continue from the checkpoint behind a page, which ends at `position`."""
+        """Let a sequence continue from the checkpoint at the end of a page, which is `position`."""
         self._checkpoints.move_to_end(page_hash)
         self._drop(sequence, list(sequence.states))
         self._keep(sequence, position, self._checkpoints[page_hash])
 
     def plan_decode(self, sequence: TokenSequence, past: int, count: int, *, is_final: bool = False) -> None:
-        """Set a sequence's `state_source` and `state_targets` for a pass of `count` tokens behind `past`.
+        """Set a sequence's `state_source` and `state_targets` for a pass of `count` tokens after the first `past`.
 
         The state after each of them is stored. `is_final`: tokens before `past` cannot be rewound, whatever
         `num_final_tokens` says. A pass that was dropped is planned again with the same slots.
         """
         end = past + count
         if is_final:
-            self._drop(sequence, [p for p in sequence.states if p < past and not self._awaits(sequence, p)])
+            self._drop(sequence, [p for p in sequence.states if p < past and not self._awaits_publication(sequence, p)])
         self._drop(sequence, [p for p in sequence.states if p > end])
         self._plan(sequence, past, range(past + 1, end + 1))
 
     def plan_prefill(self, sequence: TokenSequence, start: int, end: int) -> None:
-        """Set them for a chunk of a prompt: the state at its end is stored, and those at checkpoints within.
+        """Set `state_source` and `state_targets` for a chunk of a prompt.
 
-        A checkpoint within is left out where its slot would be taken from a running sequence.
+        The states at its end and at the lasting checkpoints within are stored; a checkpoint is left out where its slot
+        would be taken from a running sequence.
         """
         self._drop(sequence, [p for p in sequence.states if p > start])
         first = start // self.page_size * self.page_size + self.page_size
         borders = range(first, end, self.page_size) if self.checkpoint_interval else ()
-        checkpoints = [p for p in borders if self._is_checkpoint(sequence, p)]
+        lasting = [p for p in borders if self._is_lasting_checkpoint(sequence, p)]
         self._plan(sequence, start, [end])
-        for position in checkpoints:
+        for position in lasting:
             if self._free or self._evict_checkpoint():
                 self._keep(sequence, position, self._free.pop())
                 sequence.state_targets = (*sequence.state_targets, (position - start - 1, sequence.states[position]))
@@ -98,27 +99,39 @@ class StateTable:
     def forget_unneeded(self, sequence: TokenSequence) -> None:
         """Drop the states that no pass, rewind or checkpoint needs any more."""
         if len(sequence.states) > 1:
-            current, first = sequence.num_computed_tokens, sequence.num_final_tokens - 1
-            unneeded = [p for p in sequence.states if p < current and p < first and not self._awaits(sequence, p)]
+            floor = self.rewind_floor(sequence, sequence.num_computed_tokens)
+            unneeded = [p for p in sequence.states if p < floor and not self._awaits_publication(sequence, p)]
             self._drop(sequence, unneeded)
 
-    def checkpoint(self, sequence: TokenSequence, page_index: int) -> None:
-        """Keep the state behind a page that has just been published, if it is there and wanted.
+    def rewind_floor(self, sequence: TokenSequence, current: int) -> int:
+        """The position to which the longest rewind returns, for a sequence that continues from `current`.
 
-        Behind generated text only the newest page has a checkpoint between two intervals: a chat continues there.
+        That rewind leaves the final ids and feeds the last of them again. It starts from the state right before that
+        id, or from the last one before where that was evicted. The state at the floor itself is never evicted.
+        """
+        longest = min(current, sequence.num_final_tokens - 1)
+        return max((p for p in sequence.states if p <= longest), default=0)
+
+    def checkpoint(self, sequence: TokenSequence, page_index: int) -> None:
+        """Keep the state at the end of a page that has just been published, if it is there and wanted.
+
+        In generated text only the newest full page has a checkpoint (a rolling one) besides those of the interval: a
+        chat continues there. A checkpoint that another sequence made is never replaced.
         """
         position, page_hash = (page_index + 1) * self.page_size, sequence.page_hashes[page_index]
         slot = sequence.states.get(position)
         if slot is None or not self.checkpoint_interval:
             return
-        if page_hash in self._checkpoints:
-            self._checkpoints.move_to_end(page_hash)
-        else:
+        is_new = page_hash not in self._checkpoints
+        if is_new:
             self._checkpoints[page_hash] = slot
             self._references[slot] += 1
+        else:
+            self._checkpoints.move_to_end(page_hash)
         if sequence.rolling_checkpoint is not None:
             self.drop_checkpoint(sequence.rolling_checkpoint)
-        sequence.rolling_checkpoint = None if self._is_checkpoint(sequence, position) else page_hash
+        is_rolling = is_new and not self._is_lasting_checkpoint(sequence, position)
+        sequence.rolling_checkpoint = page_hash if is_rolling else None
 
     def drop_checkpoint(self, page_hash: bytes) -> None:
         """Forget a checkpoint, if there is one: its page was evicted."""
@@ -149,25 +162,26 @@ class StateTable:
         for slot, (counted, used) in enumerate(zip(self._references, uses, strict=True)):
             if counted != used:
                 found.append(f"state slot {slot}: {counted} references, {used} users")
-        if sorted(self._free) != [slot for slot, used in enumerate(uses) if not used]:
-            found.append(f"free state slots are {sorted(self._free)}, which others use")
+        unused = [slot for slot, used in enumerate(uses) if not used]
+        if sorted(self._free) != unused:
+            found.append(f"free state slots are {sorted(self._free)}, unused are {unused}")
         return found
 
     def _plan(self, sequence: TokenSequence, past: int, positions: Sequence[int]) -> None:
         for position in positions:
-            if position not in sequence.states:
+            if position not in sequence.states:  # it is there if a dropped pass was to store it
                 if not self._free:
                     self._evict(sequence, past)
                 self._keep(sequence, position, self._free.pop())
         sequence.state_source = sequence.states[past] if past else -1
         sequence.state_targets = [(position - past - 1, sequence.states[position]) for position in positions]
 
-    def _is_checkpoint(self, sequence: TokenSequence, position: int) -> bool:
-        """Whether a checkpoint at this page border stays: one of the interval, or the last one of the prompt."""
+    def _is_lasting_checkpoint(self, sequence: TokenSequence, position: int) -> bool:
+        """Whether a checkpoint at this page border outlasts the next: one of the interval, or the prompt's last."""
         return position % self.checkpoint_interval == 0 or position == sequence.last_prompt_border
 
-    def _awaits(self, sequence: TokenSequence, position: int) -> bool:
-        """Whether a state waits for its page to be published, which makes it a checkpoint."""
+    def _awaits_publication(self, sequence: TokenSequence, position: int) -> bool:
+        """Whether a state is at the end of a page that is not published yet; publication will make it a checkpoint."""
         pages, offset = divmod(position, self.page_size)
         return not offset and bool(self.checkpoint_interval) and pages > sequence.num_published_pages
 
@@ -179,10 +193,10 @@ class StateTable:
         return page_hash is not None
 
     def _evict(self, sequence: TokenSequence, past: int) -> None:
-        """Free a slot: of a checkpoint, or of a state to which a rewind need not return exactly."""
+        """Free a slot: of a checkpoint, or of a state from which a rewind can also start at an earlier one."""
         if self._evict_checkpoint():
             return
-        for other, position in self._spared_states(sequence, past):
+        for other, position in self._evictable_states(sequence, past):
             slot = other.states[position]
             self._drop(other, [position])
             if self._references[slot]:  # a checkpoint too
@@ -195,14 +209,13 @@ class StateTable:
             "max_batch_size or num_draft_tokens, or give the generator more state_cache_bytes."
         )
 
-    def _spared_states(self, sequence: TokenSequence, past: int) -> Iterator[tuple[TokenSequence, int]]:
-        """States that are neither a sequence's current one, nor the first it may rewind to, nor of a planned pass."""
+    def _evictable_states(self, sequence: TokenSequence, past: int) -> Iterator[tuple[TokenSequence, int]]:
+        """(sequence, position) of each state that is not the current one, nor at the rewind floor, nor planned."""
         for other in [*self._sequences.values()]:
             current = past if other is sequence else other.num_computed_tokens
-            first = min(current, max(0, other.num_final_tokens - 1))
-            base = max((p for p in other.states if p <= first), default=0)
+            floor = self.rewind_floor(other, current)
             for position in sorted(other.states):
-                if position < current and position != base:
+                if position < current and position != floor:
                     yield other, position
 
     def _keep(self, sequence: TokenSequence, position: int, slot: int) -> None:

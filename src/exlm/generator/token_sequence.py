@@ -47,7 +47,7 @@ class TokenSequence:
     extras: Any = None
     """What the model runner needs besides ids and pages: adapters, embeddings."""
     states: dict[int, int] = field(default_factory=lambda: NO_STATES)
-    """Slots of its recurrent states by position, the number of tokens behind each; the state table changes them."""
+    """Slots of its recurrent states by position, the number of tokens each has seen; the state table changes them."""
     state_source: int = -1
     """The slot of the state that the planned pass continues; -1: none, it starts from zeros."""
     state_targets: Sequence[tuple[int, int]] = ()
@@ -55,7 +55,7 @@ class TokenSequence:
     last_prompt_border: int = 0
     """The last page border of the prompt, before its last token."""
     rolling_checkpoint: bytes | None = None
-    """The page hash of the newest checkpoint behind generated text, which the next one replaces."""
+    """The page hash of the newest checkpoint in generated text, if this sequence made it; the next one replaces it."""
     root_hash: bytes = field(init=False)
     """The hash before the first page."""
 
