@@ -155,7 +155,8 @@ def test_prediction_layers_are_ignored(
     zoo.rewrite_config(oracle, "new")
     with caplog.at_level(logging.WARNING):
         logits = load(folder).forward(ids)
-    assert not caplog.records
+    # the first test of a new checkout compiles the C kernels, with a warning of its own
+    assert not [record for record in caplog.records if record.name != "exlm.kernels.cpu.compile"]
     assert float((logits - oracle.logits(ids)).abs().max()) < 1e-4
 
 
