@@ -15,6 +15,9 @@ from .rope import max_positions, rope
 
 Recurrent = TypeVar("Recurrent", spec.DeltaNet, spec.Mamba2)
 
+Locations = dict[str, TensorLocation | tuple[TensorLocation, ...]]
+"""Where files hold the tensors of some roles (`TensorNames.with_locations`); of several places, the one that exists."""
+
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

@@ -8,6 +8,7 @@ from .. import spec
 from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames, interleaved_rows
 from .common import (
     LANGUAGE_MODEL_PREFIXES,
+    Locations,
     attention,
     decoder,
     expert_groups,
@@ -30,8 +31,6 @@ LAYER_KINDS = {
     "attention": "full_attention",
 }
 
-Locations = dict[str, TensorLocation | tuple[TensorLocation, ...]]
-
 SHARED_EXPERT_LOCATIONS = {
     **{
         f"mlp__shared__{part}": TensorLocation(f"{LAYER_PREFIX}mlp.shared_expert.{part}_proj")
@@ -43,7 +42,7 @@ SHARED_EXPERT_LOCATIONS = {
 
 
 def qwen3_next(c: ConfigReader) -> spec.Model:
-    """Qwen 3.5 whose delta nets fuse their projections key head by key head; maybe experts, with a shared one."""
+    """Qwen 3.5, but its files fuse a delta net's projections key head by key head; with or without experts."""
     depth = c.num_layers()
     dense_layers = layer_numbers(c, "mlp_only_layers", depth)
     step = c.size("decoder_sparse_step", default=1)

@@ -10,6 +10,7 @@ from typing import Any
 from .. import spec
 from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames
 from .common import (
+    Locations,
     activation,
     attention,
     decoder,
@@ -24,8 +25,6 @@ from .common import (
 )
 from .config_reader import MAX_LAYERS, ConfigReader
 from .rope import rope
-
-Locations = dict[str, TensorLocation | tuple[TensorLocation, ...]]
 
 NEMOTRON_KINDS = {
     "linear_attention": "M",
@@ -94,7 +93,7 @@ def nemotron_mamba(c: ConfigReader, n: spec.Norm) -> spec.Mamba2:
     required_value(c, "mamba_hidden_act", "silu")
     groups = c.size("n_groups", "mamba_n_groups")
     least = c.real("time_step_min", "mamba_dt_min", default=0.001)
-    return mamba2(
+    return checked_mamba2(
         c,
         heads=c.size("mamba_num_heads"),
         head_dim=c.size("mamba_head_dim"),
@@ -177,7 +176,7 @@ def granite_moe_hybrid(c: ConfigReader) -> spec.Model:
     kinds = layer_kinds(c, depth, MAMBA_KINDS, "layer_types", "layers_block_type") or ["mamba"] * depth
     mixers: dict[str, spec.Mixer] = {"attention": attn}
     if "mamba" in kinds:
-        mixers["mamba"] = wide_mamba(c, n)
+        mixers["mamba"] = bamba_mamba(c, n)
     shared = mlp(c, width=c.size("shared_intermediate_size"), bias=False)
     feed_forward: spec.Mlp | spec.Moe = shared
     if c.integer("num_local_experts", default=0) != 0:
@@ -228,7 +227,7 @@ def falcon_h1(c: ConfigReader) -> spec.Model:
     gate_scale, out_scale = multipliers(c, "mlp_multipliers", 2)
     scales = multipliers(c, "ssm_multipliers", 5)
     has_norm = c.flag("mamba_rms_norm", default=False)
-    mamba = wide_mamba(
+    mamba = bamba_mamba(
         c,
         n if has_norm else None,
         norm_groups=c.size("mamba_n_groups", default=1),
@@ -245,7 +244,7 @@ def falcon_h1(c: ConfigReader) -> spec.Model:
         recurrent_out_scale=c.real("ssm_out_multiplier", default=1.0),
     )
     layer = spec.Layer(mixers, mlp(c, gate_scale=gate_scale, out_scale=out_scale), n, n)
-    model = decoder(c, [layer] * c.num_layers(), final_norm=n, names=feed_forward_names())
+    model = decoder(c, [layer] * c.num_layers(), final_norm=n, names=bamba_names())
     return replace(model, head=replace(model.head, scale=c.real("lm_head_multiplier", default=1.0)))
 
 
@@ -266,12 +265,12 @@ def bamba(c: ConfigReader) -> spec.Model:
     attn = attention(c)
     attn = replace(attn, rope=rope(c, attn.head_dim, rotary_fraction=0.5))
     attended = layer_numbers(c, "attn_layer_indices", depth)
-    mamba = wide_mamba(c, n)
+    mamba = bamba_mamba(c, n)
     layers = [spec.Layer(attn if i in attended else mamba, mlp(c), n, n) for i in range(depth)]
-    return decoder(c, layers, final_norm=n, names=feed_forward_names())
+    return decoder(c, layers, final_norm=n, names=bamba_names())
 
 
-def feed_forward_names() -> TensorNames:
+def bamba_names() -> TensorNames:
     """The names that Falcon-H1 and Bamba share."""
     return TensorNames().with_locations(
         final_norm=TensorLocation("model.final_layernorm"),
@@ -283,8 +282,11 @@ def feed_forward_names() -> TensorNames:
     )
 
 
-def wide_mamba(c: ConfigReader, n: spec.Norm | None, **changes: Any) -> spec.Mamba2:
-    """The mixer that the `mamba_` keys describe; its width is stated, or `mamba_expand` times the hidden size."""
+def bamba_mamba(c: ConfigReader, n: spec.Norm | None, **changes: Any) -> spec.Mamba2:
+    """The mixer of Bamba, Granite 4 and Falcon-H1, whose keys begin with `mamba_`.
+
+    Its width is `mamba_d_ssm`, or `mamba_expand` times the hidden size.
+    """
     required_value(c, "hidden_act", "silu")  # also the activation after the convolution
     width = c.size("hidden_size") * c.size("mamba_expand", default=2)
     if c.get("mamba_d_ssm") is not None:
@@ -309,10 +311,10 @@ def wide_mamba(c: ConfigReader, n: spec.Norm | None, **changes: Any) -> spec.Mam
         "out_bias": bias,
         "dt_limits": time_step_limit(c),
     }
-    return mamba2(c, **{**fields, **changes})
+    return checked_mamba2(c, **{**fields, **changes})
 
 
-def mamba2(c: ConfigReader, **fields: Any) -> spec.Mamba2:
+def checked_mamba2(c: ConfigReader, **fields: Any) -> spec.Mamba2:
     """The mixer, if its sizes agree."""
     mixer = spec.Mamba2(**fields)
     if mixer.heads % mixer.groups:

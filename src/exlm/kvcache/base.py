@@ -8,7 +8,6 @@ Subclasses decide how numbers are stored.
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from ..errors import InputError, NotLoaded, Unsupported
 from ..kernels.interface import StateSlots
-from ..spec import StateShape
 from .layer import PAGE_SIZE, CacheLayer, LayerShape, as_rows
 
 
@@ -133,7 +131,7 @@ class CacheBase(ABC):
         self._last_writer: weakref.ref[object] | None = None
         self._num_state_slots = 0
         self._state_lengths: list[int] = []
-        """Tokens behind the states in each half of the slots, while `forward` uses the cache."""
+        """Tokens that the states in each half of the slots have seen, while `forward` uses the cache."""
         self._required_device = None if fixed_device is None else _parse_device(fixed_device)
         self._layers: list[CacheLayer] | None = None
         self._lazy = lazy
@@ -215,7 +213,7 @@ class CacheBase(ABC):
     @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's recurrent states in all layers; 0 for a model without recurrent layers."""
-        return sum(_state_bytes(shape.state, self._conv_dtype) for shape in self.layer_shapes if shape.state)
+        return sum(shape.state.nbytes(self._conv_dtype.itemsize) for shape in self.layer_shapes if shape.state)
 
     @property
     def default_state_cache_bytes(self) -> int:
@@ -298,9 +296,8 @@ class CacheBase(ABC):
         layers = [self._make_layer(shape, torch.device("meta")) for shape in self.layer_shapes]
         pages = [sum(tensor.nbytes for tensor in layer.tensors) for layer in layers]
         rows = 2 * self.batch_size
-        states = (
-            rows * _state_bytes(shape.state, self._conv_dtype) if shape.state else 0 for shape in self.layer_shapes
-        )
+        conv_bytes = self._conv_dtype.itemsize
+        states = (rows * shape.state.nbytes(conv_bytes) if shape.state else 0 for shape in self.layer_shapes)
         return [page_bytes + state_bytes for page_bytes, state_bytes in zip(pages, states, strict=True)]
 
     def footprint(self) -> list[int]:
@@ -480,12 +477,6 @@ class CacheBase(ABC):
 
     @abstractmethod
     def _make_layer(self, shape: LayerShape, device: torch.device) -> CacheLayer: ...
-
-
-def _state_bytes(shape: StateShape, conv_dtype: torch.dtype) -> int:
-    """Bytes of one sequence's state in one layer."""
-    matrix = 4 * math.prod(shape.matrix) if shape.matrix is not None else 0
-    return math.prod(shape.conv) * conv_dtype.itemsize + matrix
 
 
 def _parse_device(requested: int | str | torch.device) -> torch.device:

@@ -81,7 +81,7 @@ class Block:
         return x, self.mlp_post_norm(self.mlp.forward(normed, batch))
 
     def fill_cache(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
-        """The mixer's part of that."""
+        """Store what the mixer stores: an MLP has no cache."""
         self.mixer.fill_cache(self.attn_norm(x, pending_residual)[1], batch, kv)
 
 
@@ -100,7 +100,7 @@ class ParallelBlock:
         return x, self.post_norm(self.mixer.forward(normed, batch, kv) + self.mlp.forward(normed, batch))
 
     def fill_cache(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
-        """The mixer's part of that."""
+        """Store what the mixer stores: an MLP has no cache."""
         self.mixer.fill_cache(self.norm(x, pending_residual)[1], batch, kv)
 
 
@@ -121,7 +121,7 @@ class MixerBlock:
         return x, self.post_norm(self.mixer.forward(normed, batch, kv))
 
     def fill_cache(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: LayerKVCache) -> None:
-        """The mixer's part of that."""
+        """Store what the mixer stores: an MLP has no cache."""
         self.mixer.fill_cache(self.norm(x, pending_residual)[1], batch, kv)
 
 

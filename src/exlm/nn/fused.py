@@ -31,7 +31,7 @@ from .batch import Batch
 from .block import Block, BlockLike
 from .linear import Head, Linear
 from .mlp import GatedMlp, MlpLike
-from .recurrent import DeltaNet, InOutMixer, LowRankLinear, Mixer, without_padding
+from .recurrent import DeltaNet, InOutMixer, LowRankLinear, Mixer, with_zeroed_padding
 
 
 class GateUpThenActivation(FusedLinear):
@@ -159,7 +159,7 @@ class FusedDeltaNet:
 
     def forward(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
         """The residual stream in and out."""
-        (x,) = self.o(_delta_heads(self.mixer, self.qkv(x, None), self.gates(x, None), batch, kv), x)
+        (x,) = self.o(_delta_head_outputs(self.mixer, self.qkv(x, None), self.gates(x, None), batch, kv), x)
         return x
 
 
@@ -171,18 +171,20 @@ class UnfusedDeltaNet:
 
     def forward(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
-        return self.mixer.o.forward(self._heads(x, batch, kv), batch)
+        return self.mixer.o.forward(self._head_outputs(x, batch, kv), batch)
 
     def fill_cache(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> None:
         """Store the state."""
-        self._heads(x, batch, kv)
+        self._head_outputs(x, batch, kv)
 
-    def _heads(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
-        x = without_padding(x, batch)
-        return _delta_heads(self.mixer, self.qkv.unfused(x), self.gates.unfused(x), batch, kv)
+    def _head_outputs(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
+        x = with_zeroed_padding(x, batch)
+        return _delta_head_outputs(self.mixer, self.qkv.unfused(x), self.gates.unfused(x), batch, kv)
 
 
-def _delta_heads(mixer: DeltaNet, qkv: list[Tensor], gates: list[Tensor], batch: Batch, kv: LayerKVCache) -> Tensor:
+def _delta_head_outputs(
+    mixer: DeltaNet, qkv: list[Tensor], gates: list[Tensor], batch: Batch, kv: LayerKVCache
+) -> Tensor:
     """The heads' outputs, (rows, tokens, value width), from the products with the input."""
     z, a, b = gates
     if isinstance(mixer.z, LowRankLinear):
@@ -390,14 +392,14 @@ class FusedHead(Head):
         self._fused_parts = head.norm, head.linear
 
     def forward(self, x: Tensor, pending_residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The residual stream → logits, and the state before the norm."""
+        """The residual stream → logits, and the hidden state before the norm."""
         norm, linear = self._fused_parts
         unchanged = self.norm is norm and self.linear is linear
         if not unchanged or x.shape[0] * x.shape[1] > self.max_tokens or batch.adapters:
             return super().forward(x, pending_residual, batch)
-        state = x if pending_residual is None else x + pending_residual
-        (output,) = self.fused_linear(state, None)
-        return self.scale_logits(output), state
+        hidden = x if pending_residual is None else x + pending_residual
+        (output,) = self.fused_linear(hidden, None)
+        return self.scale_logits(output), hidden
 
 
 def fuse_head(head: Head, norm: NormPrologue, backend: SupportsFusion) -> FusedHead:

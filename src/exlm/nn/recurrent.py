@@ -66,7 +66,7 @@ class DeltaNet:
         self._mix(x, batch, kv.state)
 
     def _mix(self, x: Tensor, batch: Batch, state: RecurrentState | None) -> Tensor:
-        x = without_padding(x, batch)
+        x = with_zeroed_padding(x, batch)
         qkv = torch.cat([part.forward(x, batch) for part in (self.q, self.k, self.v)], -1)
         z, a, b = (part.forward(x, batch) for part in (self.z, self.a, self.b))
         return self.kernel(qkv, z, a, b, state, batch)
@@ -91,7 +91,7 @@ class InOutMixer:
         self._mix(x, batch, kv.state)
 
     def _mix(self, x: Tensor, batch: Batch, state: RecurrentState | None) -> Tensor:
-        x = without_padding(x, batch)
+        x = with_zeroed_padding(x, batch)
         if self.in_scale != 1.0:
             x = x * self.in_scale
         return self.kernel(self.in_proj.forward(x, batch), state, batch)
@@ -118,6 +118,6 @@ class ParallelMixers:
         self.recurrent.fill_cache(x, batch, kv)
 
 
-def without_padding(x: Tensor, batch: Batch) -> Tensor:
-    """Zeros in place of padding tokens, so that they do not change a state of zeros (left padding)."""
+def with_zeroed_padding(x: Tensor, batch: Batch) -> Tensor:
+    """x with zeros in place of padding tokens: left padding then leaves a state of zeros as it is."""
     return x if batch.mask is None else x * batch.mask[:, -x.shape[1] :, None].to(x.dtype)

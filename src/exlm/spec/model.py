@@ -27,7 +27,7 @@ class Matrix(NamedTuple):
 
 
 class StateShape(NamedTuple):
-    """What a recurrent mixer keeps of a sequence, however long the sequence is."""
+    """Shapes of what a recurrent mixer keeps of a sequence, whatever its length: a recurrent state."""
 
     conv: tuple[int, int]  # (kernel - 1, channels): the last inputs of the causal convolution
     matrix: tuple[int, int, int] | None = None  # (heads, rows, columns) in float32; None: only the convolution

@@ -27,10 +27,10 @@ LANES = 16
 """Widths are multiples of this (csrc/simd.h)."""
 
 MAX_CONV_KERNEL = 8
-"""Of a convolution (csrc/recurrent.h)."""
+"""Inputs that a convolution may have (csrc/recurrent.h)."""
 
 MAX_KEY_DIM = 256
-"""Of a delta net (csrc/delta_net.h)."""
+"""The largest key_dim of a delta net (csrc/delta_net.h)."""
 
 
 class _Pass:
@@ -45,18 +45,18 @@ class _Pass:
             self.struct.conv, self.struct.matrix = state.conv.data_ptr(), address(state.matrix)
 
     @property
-    def address(self) -> int:
-        """Where the struct is."""
+    def pointer(self) -> int:
+        """The struct's address."""
         return ctypes.addressof(self.struct)
 
 
-def _fits(state: RecurrentState | None) -> bool:
+def _is_readable_by_c(state: RecurrentState | None) -> bool:
     """Whether C can read and write these states."""
     tensors = [] if state is None else [tensor for tensor in state if tensor is not None]
     return all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors)
 
 
-def _plain(x: Tensor) -> Tensor:
+def _float32_contiguous(x: Tensor) -> Tensor:
     return x.float().contiguous()
 
 
@@ -74,7 +74,8 @@ class _Conv:
         if kernel > MAX_CONV_KERNEL:
             raise Unsupported(f"convolutions over at most {MAX_CONV_KERNEL} inputs, not over {kernel}")
         _check_widths(channels=channels)
-        self._tensors = _plain(weight.t()), None if bias is None else _plain(bias)  # C holds their addresses
+        # C holds the addresses of these.
+        self._tensors = _float32_contiguous(weight.t()), None if bias is None else _float32_contiguous(bias)
         self.struct = ConvWeights(*(address(tensor) for tensor in self._tensors), kernel, channels)
 
 
@@ -86,7 +87,7 @@ class CpuDeltaNet:
         if mixer.key_dim > MAX_KEY_DIM:
             raise Unsupported(f"key_dim {mixer.key_dim} is larger than {MAX_KEY_DIM}")
         self._run, self._fallback, self._conv = library.delta_net, fallback, _Conv(params.conv, None)
-        self._tensors = [_plain(x) for x in (-params.a_log.float().exp(), params.dt_bias, params.norm)]
+        self._tensors = [_float32_contiguous(x) for x in (-params.a_log.float().exp(), params.dt_bias, params.norm)]
         self._weights = DeltaNetWeights(
             self._conv.struct,
             *(tensor.data_ptr() for tensor in self._tensors),
@@ -106,13 +107,13 @@ class CpuDeltaNet:
         self, qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, state: RecurrentState | None, metadata: AttnMetadata
     ) -> Tensor:
         """(rows, tokens, …) projections → (rows, tokens, value width)."""
-        if not _fits(state):
+        if not _is_readable_by_c(state):
             return self._fallback(qkv, z, a, b, state, metadata)
         rows, tokens = qkv.shape[:2]
-        inputs, call = [_plain(x) for x in (qkv, z, a, b)], _Pass(rows, tokens, state, metadata)
+        inputs, call = [_float32_contiguous(x) for x in (qkv, z, a, b)], _Pass(rows, tokens, state, metadata)
         out = torch.empty(rows, tokens, self._width)
         pointers = [x.data_ptr() for x in (*inputs, out)]
-        self._run(ctypes.addressof(self._weights), call.address, *pointers, torch.get_num_threads())
+        self._run(ctypes.addressof(self._weights), call.pointer, *pointers, torch.get_num_threads())
         return out
 
 
@@ -130,8 +131,8 @@ class CpuMamba2:
         scale = torch.cat([torch.full((n,), value) for n, value in zip(widths, conv_scales, strict=True)])
         self._tensors = (
             None if conv_scales == [1.0] * 3 else scale,
-            *(_plain(x) for x in (-params.a_log.float().exp(), params.dt_bias, params.d)),
-            None if norm is None or params.norm is None else _plain(params.norm),
+            *(_float32_contiguous(x) for x in (-params.a_log.float().exp(), params.dt_bias, params.d)),
+            None if norm is None or params.norm is None else _float32_contiguous(params.norm),
         )
         self._weights = Mamba2Weights(
             self._conv.struct,
@@ -152,12 +153,12 @@ class CpuMamba2:
 
     def __call__(self, projected: Tensor, state: RecurrentState | None, metadata: AttnMetadata) -> Tensor:
         """The projection to z, x, B, C, dt → (rows, tokens, width)."""
-        if not _fits(state):
+        if not _is_readable_by_c(state):
             return self._fallback(projected, state, metadata)
         rows, tokens = projected.shape[:2]
-        projected, call = _plain(projected), _Pass(rows, tokens, state, metadata)
+        projected, call = _float32_contiguous(projected), _Pass(rows, tokens, state, metadata)
         out = torch.empty(rows, tokens, self._width)
-        pointers = call.address, projected.data_ptr(), out.data_ptr()
+        pointers = call.pointer, projected.data_ptr(), out.data_ptr()
         self._run(ctypes.addressof(self._weights), *pointers, torch.get_num_threads())
         return out
 
@@ -173,11 +174,11 @@ class CpuShortConv:
 
     def __call__(self, projected: Tensor, state: RecurrentState | None, metadata: AttnMetadata) -> Tensor:
         """The projection to B, C, x → (rows, tokens, width)."""
-        if not _fits(state):
+        if not _is_readable_by_c(state):
             return self._fallback(projected, state, metadata)
         rows, tokens = projected.shape[:2]
-        projected, call = _plain(projected), _Pass(rows, tokens, state, metadata)
+        projected, call = _float32_contiguous(projected), _Pass(rows, tokens, state, metadata)
         out = torch.empty(rows, tokens, self._width)
-        pointers = call.address, projected.data_ptr(), out.data_ptr()
+        pointers = call.pointer, projected.data_ptr(), out.data_ptr()
         self._run(ctypes.addressof(self._conv.struct), *pointers, torch.get_num_threads())
         return out

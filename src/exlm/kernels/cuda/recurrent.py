@@ -207,7 +207,7 @@ class CudaDeltaNet:
         state: b.RecurrentState | None,
         metadata: b.AttnMetadata,
     ) -> Tensor:
-        """(rows, tokens, …) projections → (rows, tokens, value width)."""
+        """(rows, tokens, …) projections → (rows, tokens, value width); `beta` is b, before its sigmoid."""
         m, (rows, tokens) = self._mixer, qkv.shape[:2]
         qkv, z, a, beta = (_unit_stride(x) for x in (qkv, z, a, beta))
         slots = _contiguous_slots(metadata.state_slots)

@@ -29,7 +29,7 @@ static int64_t target_slot(const RecurrentPass *pass, int row, int token) {
     return pass->targets ? pass->targets[(long)row * pass->tokens + token] : -1;
 }
 
-/* Memory for the states of rows whose last state is not stored. */
+/* Whether the last state of some row is not stored, so that its recurrence needs memory of its own. */
 static int needs_working_states(const RecurrentPass *pass) {
     for (int row = 0; row < pass->rows; row++)
         if (target_slot(pass, row, pass->tokens - 1) < 0) return 1;
@@ -55,7 +55,7 @@ static HeadState head_state(const RecurrentPass *pass, int row, int head, int he
     return (HeadState){to, to};
 }
 
-/* Where the state of a head after a token is stored too; NULL if it is not, or is at `to` already. */
+/* Where else a head's state after a token must be written; NULL if it is not stored, or `to` is its slot. */
 static float *stored_state(const RecurrentPass *pass, int row, int token, int head, int heads, long size,
                            const float *to) {
     int64_t target = target_slot(pass, row, token);
