@@ -135,8 +135,8 @@ def test_serve_starts_and_stops(tmp_path: Path) -> None:
             assert process.stderr is not None
             announcement = process.stderr.readline()
             assert announcement.startswith("tiny at http://127.0.0.1:")
-            url = announcement.split()[2]
-            assert f"{url}/v1" in announcement
+            url = announcement.split()[-1]
+            assert process.stderr.readline().endswith(f"{url}/v1\n")
             request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": "Bearer two"})
             with urllib.request.urlopen(request, timeout=20) as reply:
                 assert json.load(reply)["data"][0]["id"] == "tiny"

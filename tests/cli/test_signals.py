@@ -136,7 +136,7 @@ def test_a_server_started_with_ignored_signals_handles_sigint_only(folder: Path)
     ) as process:
         try:
             assert process.stderr is not None
-            url = process.stderr.readline().split()[2]
+            url = process.stderr.readline().split()[-1]
             process.send_signal(signal.SIGHUP)
             assert ask(url) == 200
             process.send_signal(signal.SIGINT)

@@ -165,7 +165,8 @@ def _announce(name: str, address: Sequence[Any], has_keys: bool) -> None:
     console = Console(stderr=True)
     host, port = address[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    console.print(f"{name} at {url} (web chat) and {url}/v1 (OpenAI API)", soft_wrap=True)
+    console.print(f"{name} at {url}", soft_wrap=True)  # programs that start a server read the address from here
+    console.print(f"A browser shows the web chat there; the OpenAI API is at {url}/v1", soft_wrap=True)
     if host not in LOCAL_HOSTS and not has_keys:
         console.print("[yellow]Without --api-key, anyone who can reach this machine can use the server.[/]")
 
