@@ -302,7 +302,7 @@ class EngineCore:
             self.in_flight.discard()  # it was fed tokens that have been replaced
         out: list[StreamingResult] = []
         details: list[SampledToken] = []
-        token_ids = token_id_tensors(output.tokens)
+        token_ids = token_id_tensors(output.tokens, output.host_tokens)
         for i, (job, token) in enumerate(zip(jobs, output.tokens, strict=True)):
             if token < 0 and (failure := output.error(token)) is not None:
                 out.append(self._fail(job, failure))

@@ -289,9 +289,9 @@ def sampled_tokens(output: SamplerOutput, jobs: Sequence[Job], logits: Tensor) -
     return out
 
 
-def token_id_tensors(tokens: list[int]) -> Sequence[Tensor]:
-    """Each token as a (1, 1) tensor."""
-    ids = torch.tensor(tokens)
+def token_id_tensors(tokens: list[int], host_tokens: Tensor | None = None) -> Sequence[Tensor]:
+    """Each token as a (1, 1) tensor; `host_tokens` are the same tokens as a tensor, if there is one."""
+    ids = torch.tensor(tokens) if host_tokens is None else host_tokens
     return (ids.view(1, 1),) if len(tokens) == 1 else ids.view(-1, 1, 1).unbind()
 
 

@@ -263,6 +263,8 @@ class SamplerOutput:
     top_tokens: Tensor | None = None
     top_probs: Tensor | None = None
     resampled: bool = False
+    host_tokens: Tensor | None = None
+    """`tokens` as a tensor (rows,), where they were sampled in system memory."""
 
     @staticmethod
     def error(token: int) -> BadLogits | None:

@@ -221,7 +221,8 @@ class PendingOutput:
         resampled = self.saved_logits is not None and TOO_MANY_CANDIDATES in tokens
         if resampled:
             tokens = self._resample([row for row, token in enumerate(tokens) if token == TOO_MANY_CANDIDATES])
-        return SamplerOutput(tokens, drawn.probs, drawn.top_tokens, drawn.top_probs, resampled)
+        on_host = drawn.tokens if self._host_tokens is None and drawn.tokens.device.type == "cpu" else None
+        return SamplerOutput(tokens, drawn.probs, drawn.top_tokens, drawn.top_probs, resampled, on_host)
 
     def _resample(self, rows: list[int]) -> list[int]:
         assert self.saved_logits is not None
