@@ -154,7 +154,7 @@ def _unshardable_part(layer: spec.Layer) -> str | None:
 
 
 def check_pipelined(model: spec.Model) -> None:
-    """Raise `Unsupported` for a model whose caches hold more than pipeline stages are told of."""
+    """Raise `Unsupported` for a recurrent model: batches reach other ranks without state slots."""
     if model.is_recurrent:
         layer = next(i for i, layer in enumerate(model.layers) if layer.state is not None)
         raise Unsupported(
