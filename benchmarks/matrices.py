@@ -1,4 +1,4 @@
-"""GEMM kernels on the packed matrices of a 7B model, beside the copy bandwidth: `python -m
+"""GEMM kernels on the packed matrices of a model, beside the copy bandwidth: `python -m
 benchmarks.matrices`.
 
 Every matrix is a different one, so that none is in L2; times are of replayed CUDA graphs.
@@ -30,13 +30,24 @@ from exlm.kernels.cuda.weight_tile import MmaWeight
 from .gpu import copy_bandwidth, replay_seconds
 
 LAYERS = 32
-SHAPES: dict[str, tuple[int, list[int], bool]] = {
-    "q, k, v": (4096, [4096] * 3, True),
-    "o": (4096, [4096], False),
-    "gate, up": (4096, [11008] * 2, True),
-    "down": (11008, [4096], False),
-}
+Shapes = dict[str, tuple[int, list[int], bool]]
 """(inputs, outputs, whether a norm is fused before them)"""
+
+MODELS: dict[str, Shapes] = {
+    "llama-2-7b": {
+        "q, k, v": (4096, [4096] * 3, True),
+        "o": (4096, [4096], False),
+        "gate, up": (4096, [11008] * 2, True),
+        "down": (11008, [4096], False),
+    },
+    "qwen3.5-27b": {
+        "q, k, v, z": (5120, [2048, 2048, 6144, 6144], True),
+        "q, k, v, gate": (5120, [6144, 1024, 1024, 6144], True),
+        "o": (6144, [5120], False),
+        "gate, up": (5120, [17408] * 2, True),
+        "down": (17408, [5120], False),
+    },
+}
 CONFIGS = [
     TileConfig(*one)
     for one in (
@@ -49,6 +60,11 @@ CONFIGS_M64 = [
     *(TileConfigM64(1, 4, 4, 4, split_k) for split_k in (1, 2, 4)),
     TileConfigM64(2, 8, 4, 1),
     TileConfigM64(2, 4, 4, 2),
+    *(TileConfigM64(2, 4, 3, 4, split_k) for split_k in (1, 2)),
+    TileConfigM64(2, 4, 2, 5, 2),
+    TileConfigM64(2, 8, 3, 2, 1),
+    TileConfigM64(2, 12, 3, 1, 1),
+    *(TileConfigM64(2, 16, 3, 1, split_k) for split_k in (1, 2)),
 ]
 
 Work = Callable[[], None]
@@ -94,12 +110,15 @@ def layer_chain(modules: ModuleCache, layers: list[list[MmaWeight]], norm: bool,
     return run
 
 
-def compile_ahead(modules: ModuleCache, model: dict[str, list[list[MmaWeight]]], rows: list[int]) -> None:
+def compile_ahead(
+    modules: ModuleCache, shapes: Shapes, model: dict[str, list[list[MmaWeight]]], rows: list[int]
+) -> None:
     """Compile every kernel that will be needed, in parallel."""
     device = target(*torch.cuda.get_device_capability(modules.device))
     needed = set()
     for name, layers in model.items():
-        normal = RmsNorm(torch.ones(SHAPES[name][0], device=modules.device), 1e-5) if SHAPES[name][2] else None
+        inputs, _, normed = shapes[name]
+        normal = RmsNorm(torch.ones(inputs, device=modules.device), 1e-5) if normed else None
         for number, plan in ((count, plan) for count in rows for plan in tile_configs(count)):
             source = gemm_m64.SOURCE if isinstance(plan, TileConfigM64) else gemm_m16.SOURCE
             product = bind_gemm(modules, layers[0], normal, plan)
@@ -111,6 +130,8 @@ def compile_ahead(modules: ModuleCache, model: dict[str, list[list[MmaWeight]]],
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.matrices", description="Packed matrices.")
+    parser.add_argument("--model", default="llama-2-7b", choices=list(MODELS))
+    parser.add_argument("--only", nargs="*", help="of its matrices")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16])
     parser.add_argument("--form", default="exl2", help="exl2, gptq or gguf")
     parser.add_argument("--bits", type=float, help="bits per weight; default: the format's usual")
@@ -119,12 +140,13 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     modules = ModuleCache(device, Path(gettempdir()) / "exlm-kernels")
     roof = copy_bandwidth(device)
+    shapes = {name: one for name, one in MODELS[chosen.model].items() if not chosen.only or name in chosen.only}
     stored, random = synthetic_format(chosen.form, chosen.bits), RandomTensors(1, device)
     model = {
         name: [[random_weight(modules, inputs, width, stored, random) for width in widths] for _ in range(LAYERS)]
-        for name, (inputs, widths, _) in SHAPES.items()
+        for name, (inputs, widths, _) in shapes.items()
     }
-    compile_ahead(modules, model, chosen.rows)
+    compile_ahead(modules, shapes, model, chosen.rows)
     title = f"{stored}; a copy moves {roof / 1e12:.2f} TB/s"
     table = Table(
         "matrix", "rows", "us", "TB/s", "% of copy", "warp tiles, warps, stages (, min blocks, split-K)", title=title
@@ -132,7 +154,7 @@ def main() -> None:
     for rows in chosen.rows:
         total = 0.0
         for name, layers in model.items():
-            inputs, widths, norm = SHAPES[name]
+            inputs, widths, norm = shapes[name]
             size = sum(stored.nbytes(inputs, width, False) for width in widths)
             times = {
                 plan: replay_seconds(layer_chain(modules, layers, norm, plan, rows)) / LAYERS

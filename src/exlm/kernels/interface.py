@@ -257,6 +257,18 @@ class FusedLinear(ABC):
         """
         return None
 
+    def fuse_layer_around(
+        self, mix: MixFn, o: FusedLinear, gate_up: FusedLinear, down: FusedLinear
+    ) -> FusedLayer | None:
+        """The layer that begins with these projections of any mixer, as one; None if its parts do not fit."""
+        return None
+
+
+MixFn = Callable[[list[Tensor], Tensor, LayerKVCache, AttnMetadata], tuple[Tensor, Tensor | None]]
+"""What stands between a mixer's projections: (the products of its input matrices, the residual stream, the layer's
+cache, metadata) → the (rows, tokens, …) input of its output projection, and the logits of a gate, or None: that input
+is still to be multiplied by sigmoid(gate)."""
+
 
 class FusedLayer(ABC):
     """A whole decoder layer as one."""

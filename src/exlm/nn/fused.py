@@ -18,11 +18,13 @@ from .. import spec
 from ..errors import Unsupported
 from ..kernels.interface import (
     FUSE_MAX_TOKENS,
+    AttnMetadata,
     FusedDecoder,
     FusedLayer,
     FusedLinear,
     GatedActivationFn,
     LayerKVCache,
+    MixFn,
     NormPrologue,
     SupportsFusion,
 )
@@ -49,30 +51,6 @@ class GateUpThenActivation(FusedLinear):
         return self.gate_up.unfused(x)
 
 
-class _FusedQkv:
-    """q, k and v by a fused projection, of what is not yet normalised."""
-
-    def __init__(self, qkv: FusedLinear) -> None:
-        self.qkv = qkv
-
-    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows, tokens, hidden) → three of (rows, tokens, heads · head_dim)."""
-        q, k, v = self.qkv(x, None)
-        return q, k, v
-
-
-class UnfusedQkv:
-    """q, k and v by the matrices of a fused projection, without the norm that it fuses before them."""
-
-    def __init__(self, qkv: FusedLinear) -> None:
-        self.qkv = qkv
-
-    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows, tokens, hidden) → three of (rows, tokens, heads · head_dim)."""
-        q, k, v = self.qkv.unfused(x)
-        return q, k, v
-
-
 class UnfusedGateUpMlp:
     """A gated MLP by the matrices of a fused gate and up projection, without the norm and activation it fuses."""
 
@@ -92,8 +70,42 @@ class FusedMlp(NamedTuple):
     down: FusedLinear
 
 
+class FusedLinearGroup(FusedLinear):
+    """Matrices that share an input, in several fused products, because a backend cannot fuse all of them."""
+
+    def __init__(self, parts: Sequence[FusedLinear]) -> None:
+        self._parts = tuple(parts)
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
+        """The output of each matrix."""
+        first, *others = self._parts
+        return [*first(x, residual), *(y for part in others for y in part(x, None))]
+
+    def unfused(self, x: Tensor) -> list[Tensor]:
+        """The product of x with each matrix."""
+        return [y for part in self._parts for y in part.unfused(x)]
+
+    def fuse_layer_around(
+        self, mix: MixFn, o: FusedLinear, gate_up: FusedLinear, down: FusedLinear
+    ) -> FusedLayer | None:
+        """The layer by the backend of the first product; the other products are computed right before `mix`."""
+        first, *others = self._parts
+
+        def mix_all(
+            products: list[Tensor], x: Tensor, kv: LayerKVCache, metadata: AttnMetadata
+        ) -> tuple[Tensor, Tensor | None]:
+            return mix([*products, *(y for part in others for y in part(x, None))], x, kv, metadata)
+
+        return first.fuse_layer_around(mix_all, o, gate_up, down)
+
+
 class FusedMixer(Protocol):
     """A mixer whose matrices are fused with the norm before it and the residual addition after it."""
+
+    inputs: FusedLinear
+    """The matrices that read the residual stream, after the norm."""
+
+    o: FusedLinear
 
     unfused: Mixer
     """The mixer without norm and residual, by `unfused` products: for many tokens."""
@@ -101,77 +113,105 @@ class FusedMixer(Protocol):
     accepts_padding: bool
     """Whether a batch with a mask may run fused: a recurrence needs zeros in place of padding, after the norm."""
 
-    def forward(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
-        """The residual stream before the norm → the residual stream after the addition."""
+    def mix(
+        self, products: list[Tensor], x: Tensor, kv: LayerKVCache, metadata: AttnMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        """A `MixFn`."""
+        ...
+
+    def fuse_layer(self, mlp: FusedMlp) -> FusedLayer | None:
+        """The whole layer as one, if the backend has a kernel for that."""
         ...
 
 
 class FusedAttention:
-    """Attention between fused projections."""
+    """Attention, with or without an output gate, between fused projections."""
 
     accepts_padding = True
 
-    def __init__(self, attn: Attention, qkv: FusedLinear, o: FusedLinear) -> None:
-        self.qkv, self.o = qkv, o
-        self._attn = Attention(attn.head_dim, _FusedQkv(qkv), attn.norm, attn.attend, attn.o)
-        self.unfused: Mixer = Attention(attn.head_dim, UnfusedQkv(qkv), attn.norm, attn.attend, attn.o)
+    def __init__(self, attn: Attention, inputs: FusedLinear, o: FusedLinear) -> None:
+        """`inputs`: q, k, v, and the gate of a `GatedAttention`."""
+        self.inputs, self.o = inputs, o
+        self._attn = attn
+        self.unfused: Mixer = UnfusedAttention(attn, inputs)
 
-    def forward(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
-        """The residual stream in and out."""
-        (x,) = self.o(self._attn.head_outputs(x, batch, kv), x)
-        return x
+    def mix(
+        self, products: list[Tensor], x: Tensor, kv: LayerKVCache, metadata: AttnMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' outputs, and the logits of their gate."""
+        return _attend(self._attn, products, x, kv, metadata)
 
     def fuse_layer(self, mlp: FusedMlp) -> FusedLayer | None:
         """The whole layer as one, if the backend has a kernel for that."""
+        if isinstance(self._attn, GatedAttention):
+            return self.inputs.fuse_layer_around(self.mix, self.o, *mlp)
         norm = None if self._attn.norm is no_qk_norm else self._attn.norm
-        return self.qkv.fuse_layer(self._attn.attend, norm, self.o, *mlp)
+        return self.inputs.fuse_layer(self._attn.attend, norm, self.o, *mlp)
 
 
-class FusedGatedAttention:
-    """Attention with an output gate between fused projections."""
+class UnfusedAttention:
+    """Attention by the matrices of a fused projection, without the norm that it fuses before them."""
 
-    accepts_padding = True
-
-    def __init__(self, attn: GatedAttention, qkv: FusedLinear, gate: FusedLinear, o: FusedLinear) -> None:
-        self.gate, self.o = gate, o
-        parts = attn.norm, attn.attend
-        self._attn = Attention(attn.head_dim, _FusedQkv(qkv), *parts, attn.o)
-        self.unfused: Mixer = GatedAttention(attn.head_dim, UnfusedQkv(qkv), *parts, attn.gate, attn.o)
+    def __init__(self, attn: Attention, inputs: FusedLinear) -> None:
+        self._attn, self._inputs = attn, inputs
 
     def forward(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
-        """The residual stream in and out."""
-        (gate,) = self.gate(x, None)
-        (x,) = self.o(self._attn.head_outputs(x, batch, kv) * gate.sigmoid(), x)
-        return x
+        """(rows, tokens, hidden) → the same shape."""
+        return self._attn.o.forward(_gated(*self._mix(x, batch, kv)), batch)
+
+    def fill_cache(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> None:
+        """Store keys and values."""
+        self._mix(x, batch, kv)
+
+    def _mix(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> tuple[Tensor, Tensor | None]:
+        return _attend(self._attn, self._inputs.unfused(x), x, kv, batch)
+
+
+def _attend(
+    attn: Attention, products: list[Tensor], x: Tensor, kv: LayerKVCache, metadata: AttnMetadata
+) -> tuple[Tensor, Tensor | None]:
+    """The heads' outputs, (rows, tokens, heads · head_dim), and the logits of their gate, from q, k, v and the gate."""
+    q, k, v = (one.view(*x.shape[:2], -1, attn.head_dim) for one in products[:3])
+    q, k = attn.norm(q, k)
+    gate = products[3].view(*x.shape[:2], -1) if len(products) > 3 else None
+    return attn.attend(q, k, v, kv, metadata), gate
+
+
+def _gated(heads: Tensor, gate: Tensor | None) -> Tensor:
+    """The heads' outputs times sigmoid(gate)."""
+    return heads if gate is None else heads * gate.sigmoid()
 
 
 class FusedDeltaNet:
-    """A delta net between fused projections: q, k and v are one product, and z, a and b another.
-
-    Of projections of low rank, the first matrices are fused.
-    """
+    """A delta net between fused projections; of projections of low rank, the first matrices are fused."""
 
     accepts_padding = False
 
-    def __init__(self, mixer: DeltaNet, qkv: FusedLinear, gates: FusedLinear, o: FusedLinear) -> None:
-        self.mixer, self.qkv, self.gates, self.o = mixer, qkv, gates, o
-        self.unfused: Mixer = UnfusedDeltaNet(mixer, qkv, gates)
+    def __init__(self, mixer: DeltaNet, inputs: FusedLinear, o: FusedLinear) -> None:
+        """`inputs`: q, k, v, z, a, b."""
+        self._mixer, self.inputs, self.o = mixer, inputs, o
+        self.unfused: Mixer = UnfusedDeltaNet(mixer, inputs)
 
-    def forward(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
-        """The residual stream in and out."""
-        (x,) = self.o(_delta_head_outputs(self.mixer, self.qkv(x, None), self.gates(x, None), batch, kv), x)
-        return x
+    def mix(
+        self, products: list[Tensor], x: Tensor, kv: LayerKVCache, metadata: AttnMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' outputs, normalised and gated."""
+        return _delta_head_outputs(self._mixer, products, x, kv, metadata), None
+
+    def fuse_layer(self, mlp: FusedMlp) -> FusedLayer | None:
+        """The whole layer as one, if the backend has a kernel for that."""
+        return self.inputs.fuse_layer_around(self.mix, self.o, *mlp)
 
 
 class UnfusedDeltaNet:
     """A delta net by the matrices of fused projections, without the norm that they fuse."""
 
-    def __init__(self, mixer: DeltaNet, qkv: FusedLinear, gates: FusedLinear) -> None:
-        self.mixer, self.qkv, self.gates = mixer, qkv, gates
+    def __init__(self, mixer: DeltaNet, inputs: FusedLinear) -> None:
+        self._mixer, self._inputs = mixer, inputs
 
     def forward(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
-        return self.mixer.o.forward(self._head_outputs(x, batch, kv), batch)
+        return self._mixer.o.forward(self._head_outputs(x, batch, kv), batch)
 
     def fill_cache(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> None:
         """Store the state."""
@@ -179,19 +219,32 @@ class UnfusedDeltaNet:
 
     def _head_outputs(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
         x = with_zeroed_padding(x, batch)
-        return _delta_head_outputs(self.mixer, self.qkv.unfused(x), self.gates.unfused(x), batch, kv)
+        return _delta_head_outputs(self._mixer, self._inputs.unfused(x), x, kv, batch)
 
 
 def _delta_head_outputs(
-    mixer: DeltaNet, qkv: list[Tensor], gates: list[Tensor], batch: Batch, kv: LayerKVCache
+    mixer: DeltaNet, products: list[Tensor], x: Tensor, kv: LayerKVCache, metadata: AttnMetadata
 ) -> Tensor:
-    """The heads' outputs, (rows, tokens, value width), from the products with the input."""
-    z, a, b = gates
+    """The heads' outputs, (rows, tokens, value width), from q, k, v, z, a, b."""
+    q, k, v, z, a, b = (one.view(*x.shape[:2], -1) for one in products)
     if isinstance(mixer.z, LowRankLinear):
-        z = mixer.z.up.forward(z, batch)
+        z = mixer.z.up.kernel(z)
     if isinstance(mixer.a, LowRankLinear):
-        a = mixer.a.up.forward(a, batch)
-    return mixer.kernel(torch.cat(qkv, -1), z, a, b, kv.state, batch)
+        a = mixer.a.up.kernel(a)
+    return mixer.kernel(side_by_side((q, k, v)), z, a, b, kv.state, metadata)
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """The tensors concatenated along their last dimension; a view if they already lie so in one wider tensor."""
+    first, end = parts[0], parts[0].data_ptr()
+    memory, rows = first.untyped_storage().data_ptr(), first.shape[:-1]
+    for part in parts:
+        strides = zip(part.stride(), first.stride(), (*rows, 2), strict=True)
+        same_strides = all(mine == its for mine, its, size in strides if size > 1)  # others tell nothing
+        if not same_strides or part.data_ptr() != end or part.untyped_storage().data_ptr() != memory:
+            return torch.cat(list(parts), -1)
+        end += part.shape[-1] * part.element_size()
+    return first.as_strided((*rows, sum(part.shape[-1] for part in parts)), first.stride())
 
 
 class FusedInOutMixer:
@@ -201,13 +254,17 @@ class FusedInOutMixer:
 
     def __init__(self, mixer: InOutMixer, in_proj: FusedLinear, out_proj: FusedLinear) -> None:
         self.unfused: Mixer = mixer
-        self.kernel, self.in_proj, self.out_proj = mixer.kernel, in_proj, out_proj
+        self._kernel, self.inputs, self.o = mixer.kernel, in_proj, out_proj
 
-    def forward(self, x: Tensor, batch: Batch, kv: LayerKVCache) -> Tensor:
-        """The residual stream in and out."""
-        (projected,) = self.in_proj(x, None)
-        (x,) = self.out_proj(self.kernel(projected, kv.state, batch), x)
-        return x
+    def mix(
+        self, products: list[Tensor], x: Tensor, kv: LayerKVCache, metadata: AttnMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        """The input of the output projection."""
+        return self._kernel(products[0].view(*x.shape[:2], -1), kv.state, metadata), None
+
+    def fuse_layer(self, mlp: FusedMlp) -> FusedLayer | None:
+        """The whole layer as one, if the backend has a kernel for that."""
+        return self.inputs.fuse_layer_around(self.mix, self.o, *mlp)
 
 
 class FusedBlock:
@@ -225,7 +282,7 @@ class FusedBlock:
         self.max_tokens = max_tokens
         self._unfused_block = _with_unfused_products(block, mixer, mlp)
         self.fused_layer: FusedLayer | None = None
-        if isinstance(mixer, FusedAttention) and mlp is not None:
+        if mixer is not None and mlp is not None:
             self.fused_layer = mixer.fuse_layer(mlp)
 
     @property
@@ -251,7 +308,8 @@ class FusedBlock:
             x = x if pending_residual is None else x + pending_residual
             if self.fused_layer is not None and (output := self.fused_layer(x, kv, batch)) is not None:
                 return output, None
-            x = self.fused_mixer.forward(x, batch, kv)
+            heads = _gated(*self.fused_mixer.mix(self.fused_mixer.inputs(x, None), x, kv, batch))
+            (x,) = self.fused_mixer.o(heads, x)
         if self.fused_mlp is None:
             x, normed = self.block.mlp_norm(x, None)
             return x, self.block.mlp.forward(normed, batch)
@@ -318,6 +376,21 @@ class LinearFuser:
         """The matrices as one; `Unsupported` if the backend declines."""
         return self.backend.fused_linear([linear.kernel for linear in linears], prologue, act)
 
+    def group(self, *linears: Linear, prologue: NormPrologue) -> FusedLinear:
+        """The matrices in as few fused products, in order, as the backend supports."""
+        parts: list[FusedLinear] = []
+        start = 0
+        while start < len(linears):
+            for end in range(len(linears), start, -1):
+                try:
+                    parts.append(self(*linears[start:end], prologue=prologue))
+                    break
+                except Unsupported:
+                    if end == start + 1:
+                        raise
+            start = end
+        return parts[0] if len(parts) == 1 else FusedLinearGroup(parts)
+
 
 def fuse_mixer(mixer: Mixer, norm: NormPrologue, fuse: LinearFuser) -> FusedMixer:
     """The mixer between fused projections, the norm before the first; `Unsupported` if it has others."""
@@ -325,18 +398,18 @@ def fuse_mixer(mixer: Mixer, norm: NormPrologue, fuse: LinearFuser) -> FusedMixe
         z, a = (part.down if isinstance(part, LowRankLinear) else part for part in (mixer.z, mixer.a))
         if not isinstance(z, Linear) or not isinstance(a, Linear):
             raise Unsupported("gates that are not matrices")
-        qkv = fuse(mixer.q, mixer.k, mixer.v, prologue=norm)
-        return FusedDeltaNet(mixer, qkv, fuse(z, a, mixer.b, prologue=norm), fuse(mixer.o))
+        inputs = fuse.group(mixer.q, mixer.k, mixer.v, z, a, mixer.b, prologue=norm)
+        return FusedDeltaNet(mixer, inputs, fuse(mixer.o))
     if isinstance(mixer, InOutMixer) and mixer.in_scale == 1.0:
         return FusedInOutMixer(mixer, fuse(mixer.in_proj, prologue=norm), fuse(mixer.out_proj))
     if type(mixer) not in (Attention, GatedAttention) or not isinstance(mixer, Attention):
         raise Unsupported("a mixer with other parts")
     if not isinstance(mixer.qkv, QkvProjection):
         raise Unsupported("clamped projections")
-    qkv = fuse(mixer.qkv.q, mixer.qkv.k, mixer.qkv.v, prologue=norm)
+    qkv = mixer.qkv.q, mixer.qkv.k, mixer.qkv.v
     if isinstance(mixer, GatedAttention):
-        return FusedGatedAttention(mixer, qkv, fuse(mixer.gate, prologue=norm), fuse(mixer.o))
-    return FusedAttention(mixer, qkv, fuse(mixer.o))
+        return FusedAttention(mixer, fuse.group(*qkv, mixer.gate, prologue=norm), fuse(mixer.o))
+    return FusedAttention(mixer, fuse(*qkv, prologue=norm), fuse(mixer.o))
 
 
 def fuse_mlp(mlp: GatedMlp, act: spec.Activation, norm: NormPrologue, fuse: LinearFuser) -> FusedMlp:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exlm.kernels import interface as b
 from exlm.kernels.cuda.attention import PagedDecodeAttention, SplitCounters
-from exlm.kernels.cuda.fused_layer import CudaFusedLayer, fuse_layer_kernels
+from exlm.kernels.cuda.fused_layer import AttentionMixer, CudaFusedLayer, PackedMixer, fuse_layer_kernels
 from exlm.kernels.cuda.gemm_m16 import RmsNorm
 from exlm.kernels.cuda.gemm_m64 import GemmDispatch
 from exlm.kernels.cuda.module_cache import ModuleCache
@@ -56,7 +56,7 @@ class Stack:
         self.attend = PagedDecodeAttention(counters, case.attn, RopeTables(case, "neox", self.device), refuse)
         self.layers: list[CudaFusedLayer] = []
         for parts in self.parts:
-            made = fuse_layer_kernels(parts, self.attend, norm)
+            made = fuse_layer_kernels(parts, AttentionMixer(self.attend, norm))
             assert made is not None
             self.layers.append(made)
 
@@ -172,8 +172,54 @@ def test_rows_that_were_changed_are_prepared_anew(modules: EmulatedModuleCache) 
 
 
 def test_what_it_leaves_to_parts(modules: EmulatedModuleCache) -> None:
-    """More new tokens than its attention takes; parts that are not its own."""
+    """More new tokens than its attention takes."""
     stack = Stack(modules, CASES[0])
     x, kvs, metadata = step(replace(CASES[0], tokens=17), stack.device)
     assert stack.layers[0](x, kvs[0], metadata) is None
-    assert fuse_layer_kernels(stack.parts[0], refuse, None) is None
+
+
+class GatedStack(Stack):
+    """Two layers with any mixer, here a sum of its products, times a gate in every second layer."""
+
+    def __init__(self, modules: Any, case: Case) -> None:
+        super().__init__(modules, case)
+        self.mixers = [self.mix_plain, self.mix_gated]
+        made = [fuse_layer_kernels(*one) for one in zip(self.parts, self.packed_mixers(modules), strict=True)]
+        self.layers = [layer for layer in made if layer is not None]
+        assert len(self.layers) == 2
+
+    def packed_mixers(self, modules: Any) -> list[PackedMixer]:
+        return [PackedMixer(modules, mix) for mix in self.mixers]
+
+    @staticmethod
+    def mix_plain(products: list[Tensor], x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Any:
+        return sum(products), None
+
+    @staticmethod
+    def mix_gated(products: list[Tensor], x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Any:
+        q, k, v = products
+        return q + k, v
+
+    def run_separately(self, x: Tensor, kvs: list[CacheLayer], metadata: Batch) -> Tensor:
+        shape, rows = x.shape, x.flatten(0, 1)
+        for (inputs, o, gate_up, down), mix, kv in zip(self.parts, self.mixers, kvs, strict=True):
+            heads, gate = mix(answer(inputs, rows), x, kv, metadata)
+            heads = heads if gate is None else (heads.float() * gate.float().sigmoid()).half()
+            (rows,) = answer(o, heads, rows)
+            (rows,) = answer(down, *answer(gate_up, rows), rows)
+        return rows.view(shape)
+
+
+GATED_CASES = tuple(Case("float", torch.float16, 2, 2, HEAD, (3,) * rows, tokens) for rows, tokens in ((3, 1), (2, 9)))
+
+
+@pytest.mark.parametrize("case", GATED_CASES, ids=lambda case: f"{len(case.pasts)} x {case.tokens}")
+def test_any_mixer(modules: EmulatedModuleCache, case: Case) -> None:
+    check(GatedStack(modules, case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+def test_any_mixer_on_a_gpu(tmp_path_factory: pytest.TempPathFactory, rows: int) -> None:
+    made = ModuleCache(torch.device("cuda", 0), tmp_path_factory.getbasetemp() / "kernels")
+    check(GatedStack(made, Case("float", torch.float16, 2, 2, HEAD, (3,) * rows, 1)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from exlm.errors import Unsupported
 from exlm.formats.packed import PlainScales
 from exlm.kernels.cuda.backend import CudaLinear
 from exlm.kernels.cuda.dequantize import DequantGemm, Dequantizer
@@ -68,6 +69,25 @@ def test_without_a_norm(modules: EmulatedModuleCache, kind: str) -> None:
     packed = weight(kind)
     x = torch.randn(8, packed.in_features).half()
     check(GemmM16(modules, [repack(packed)]), x, [right(x, packed)], None, (2, 7))
+
+
+@pytest.mark.parametrize("widths", [(4, 4, 4, 4), (4, 4, 5, 6), (3, 4, 5, 8)], ids=str)
+def test_four_weights_whose_outputs_lie_side_by_side(modules: EmulatedModuleCache, widths: tuple[int, ...]) -> None:
+    sizes = (16, 24, 40, 32)
+    packed = [
+        matrix((segment(bits, [32] * 5, outputs, False, False),), outputs)
+        for bits, outputs in zip(widths, sizes, strict=True)
+    ]
+    norm, x = normal(160), torch.randn(9, 160).half()
+    product = GemmM16(modules, unify_groups([repack(one) for one in packed]), norm)
+    out = product.empty_outputs(9)
+    assert [one.data_ptr() - out[0].data_ptr() for one in out] == [0, 32, 80, 160]
+    product(x, out)
+    for got, one in zip(out, packed, strict=True):
+        assert off(got, right(x, one, norm)) < LIMIT
+    check(product, x, [right(x, one, norm) for one in packed], None, (1, 8))
+    with pytest.raises(Unsupported, match="5 matrices"):
+        GemmM16(modules, [repack(packed[0])] * 5)
 
 
 @pytest.mark.parametrize(("kind", "plan"), PLANNED)

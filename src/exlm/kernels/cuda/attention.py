@@ -11,14 +11,14 @@ import ctypes
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ... import spec
 from .. import interface as b
-from .module_cache import sizeof_defines
+from .module_cache import ModuleSource, sizeof_defines
 from .prepacked_acts import EpilogueTarget, PackedActs
 
 SOURCE = Path(__file__).with_name("csrc") / "attn_decode.cu"
@@ -62,24 +62,6 @@ class RopeTables(Protocol):
     mrope_axis: Tensor
     dim: int
     interleaved: bool
-
-
-class CompiledModule(Protocol):
-    """A loaded CUDA module."""
-
-    def launch(self, name: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Any) -> None:
-        """Start a kernel."""
-        ...
-
-
-class ModuleSource(Protocol):
-    """A `ModuleCache`, or the tests' emulator."""
-
-    device: torch.device
-
-    def module(self, source: Path, **defines: int) -> CompiledModule:
-        """Load a source compiled with these -D constants."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ... import spec
 from ...errors import MissingExtra, Unsupported
-from ...formats import PackedWeight, Weight
+from ...formats import DenseWeight, PackedWeight, Weight
 from .. import interface as b
 from ..reference import ReferenceBackend
 from .attention import HEAD_DIMS, PagedDecodeAttention, SplitCounters
+from .dense import CudaDense, CudaFusedDense, dense_linear
 from .dequantize import DequantGemm, Dequantizer, dequant_gemms
-from .fused_layer import CudaFusedLayer, fuse_layer_kernels
+from .fused_layer import AttentionMixer, CudaFusedLayer, Mixer, PackedMixer, fuse_layer_kernels
 from .gemm_m16 import ACTIVATIONS, RmsNorm
 from .gemm_m64 import MAX_M64, GemmDispatch
 from .module_cache import ModuleCache, bindings
@@ -79,11 +80,22 @@ class CudaFusedLinear(b.FusedLinear):
         down: b.FusedLinear,
     ) -> CudaFusedLayer | None:
         """The whole layer; None if a part of it belongs to another backend."""
-        if not isinstance(o, CudaFusedLinear) or not isinstance(gate_up, CudaFusedLinear):
+        if not isinstance(attend, PagedDecodeAttention):
             return None
-        if not isinstance(down, CudaFusedLinear):
+        return self._fuse_layer(AttentionMixer(attend, norm), o, gate_up, down)
+
+    def fuse_layer_around(
+        self, mix: b.MixFn, o: b.FusedLinear, gate_up: b.FusedLinear, down: b.FusedLinear
+    ) -> CudaFusedLayer | None:
+        """The whole layer; None if a part of it belongs to another backend."""
+        return self._fuse_layer(PackedMixer(self.gemm.gemm.modules, mix), o, gate_up, down)
+
+    def _fuse_layer(self, mixer: Mixer, *others: b.FusedLinear) -> CudaFusedLayer | None:
+        own = [one.gemm for one in others if isinstance(one, CudaFusedLinear)]
+        if len(own) < 3:
             return None
-        return fuse_layer_kernels((self.gemm, o.gemm, gate_up.gemm, down.gemm), attend, norm)
+        o, gate_up, down = own
+        return fuse_layer_kernels((self.gemm, o, gate_up, down), mixer)
 
     def unfused(self, x: Tensor) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each, of many rows, without norm, residual and activation."""
@@ -122,7 +134,9 @@ class CudaBackend:
         self._counters = SplitCounters(self._modules, self._modules.num_sms)
 
     def linear(self, weight: Weight) -> b.LinearFn:
-        """Packed weights, repacked."""
+        """Packed weights, repacked; dense ones with few outputs."""
+        if isinstance(weight, DenseWeight):
+            return dense_linear(self._modules, weight)
         if not isinstance(weight, PackedWeight):
             raise Unsupported("only packed matrices")
         return CudaLinear(self._tune_cache, repack(weight, self._repacker), self._use_m64)
@@ -134,17 +148,20 @@ class CudaBackend:
         act: spec.Activation | None,
         fp32_out: bool = False,
     ) -> b.FusedLinear:
-        """Packed weights in one layout."""
-        own = [linear for linear in linears if isinstance(linear, CudaLinear)]
-        if len(own) < len(linears):
-            raise Unsupported("matrices that are not packed")
+        """Packed weights in one layout, or dense ones with few outputs."""
         if act is not None and act not in ACTIVATIONS:
             raise Unsupported(f"{act} between matrices")
         if prologue is not None and (prologue.norm.kind != "rms" or prologue.norm.bias):
             raise Unsupported("a norm with a mean or a bias")
-        if len(own) == 1 and prologue is None and act is None and not fp32_out:
-            return CudaFusedLinear(own[0].gemm, own)
         norm = None if prologue is None else RmsNorm(prologue.weight + prologue.norm.offset, prologue.norm.eps)
+        dense = [linear for linear in linears if isinstance(linear, CudaDense)]
+        if len(dense) == len(linears) and act is None and not fp32_out:
+            return CudaFusedDense(self._modules, dense, norm)
+        own = [linear for linear in linears if isinstance(linear, CudaLinear)]
+        if len(own) < len(linears):
+            raise Unsupported("matrices that are not packed")
+        if len(own) == 1 and norm is None and act is None and not fp32_out:
+            return CudaFusedLinear(own[0].gemm, own)
         weights = unify_groups([linear.weight for linear in own])
         gemm = self._tune_cache.gemm(weights, norm, act, fp32_out)
         _share_layout(own, weights)

@@ -1,8 +1,12 @@
-"""A decoder layer of few rows in five launches, each of which prepacks the next one's activations."""
+"""A decoder layer of few rows in a few launches, each of which prepacks the next one's activations."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import ctypes
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -11,22 +15,94 @@ from ...errors import Unsupported
 from .. import interface as b
 from .attention import PagedDecodeAttention
 from .gemm_m64 import GemmDispatch
-from .prepacked_acts import PackedActs
+from .module_cache import ModuleSource, sizeof_defines
+from .prepacked_acts import EpilogueTarget, PackedActs
+
+PACK_ROWS_SOURCE = Path(__file__).with_name("csrc") / "pack_rows.cu"
+
+_PACK_THREADS = 256
+
+
+class _PackRowsParams(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "gate")),
+        *((name, ctypes.c_longlong) for name in ("x_stride", "gate_stride")),
+        ("target", EpilogueTarget),
+        *((name, ctypes.c_int) for name in ("rows", "inputs")),
+    )
+
+
+class Mixer(Protocol):
+    """What stands between a layer's input projections and its output projection."""
+
+    def supports(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
+        """Whether its kernels can serve the batch."""
+        ...
+
+    def __call__(
+        self, products: Sequence[Tensor], x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata, out: PackedActs
+    ) -> None:
+        """Fill `out` from the products of the residual stream x."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMixer:
+    """Attention that packs its own output."""
+
+    attend: PagedDecodeAttention
+    qk_norm: b.QKNormFn | None
+
+    def supports(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
+        """Whether the attention's kernels can."""
+        return kv.kv_pages is not None and self.attend.supports(x.shape[0], x.shape[1], kv, metadata)
+
+    def __call__(
+        self, products: Sequence[Tensor], x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata, out: PackedActs
+    ) -> None:
+        """Attend with q, k and v."""
+        assert kv.kv_pages is not None  # by `supports`
+        q, k, v = (one.view(*x.shape[:2], -1, self.attend.attn.head_dim) for one in products)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
+        self.attend.launch(q, k, v, kv.kv_pages, metadata, packed_out=out)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMixer:
+    """Any mixer; a launch of its own packs the output, and gates it."""
+
+    modules: ModuleSource
+    mix: b.MixFn
+
+    def supports(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
+        """Always."""
+        return True
+
+    def __call__(
+        self, products: Sequence[Tensor], x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata, out: PackedActs
+    ) -> None:
+        """Mix, gate and pack."""
+        heads, gate = self.mix([one.view(*x.shape[:2], -1) for one in products], x, kv, metadata)
+        rows = heads.reshape(len(out), -1)
+        params = _PackRowsParams(x=rows.data_ptr(), x_stride=rows.stride(0), rows=len(rows), inputs=rows.shape[1])
+        params.target = out.target()
+        if gate is not None:
+            gate = gate.reshape(len(out), -1)
+            params.gate, params.gate_stride = gate.data_ptr(), gate.stride(0)
+        module = self.modules.module(PACK_ROWS_SOURCE, **sizeof_defines(PackRowsParams=_PackRowsParams))
+        module.launch("pack_rows", (-(-rows.shape[1] // _PACK_THREADS), len(rows), 1), _PACK_THREADS, 0, (params,))
 
 
 class CudaFusedLayer(b.FusedLayer):
-    """qkv, attention, o, gate and up, down; norms, activation and residuals are in their prologues and epilogues."""
+    """Input projections, mixer, o, gate and up, down; norms, activation, residuals in prologues and epilogues."""
 
-    def __init__(
-        self,
-        gemms: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch],
-        attend: PagedDecodeAttention,
-        qk_norm: b.QKNormFn | None,
-    ) -> None:
-        """`gemms`: qkv, o, gate and up, down. `Unsupported` if one of them cannot read prepacked activations."""
-        self._gemms = gemms
-        self._attend, self._qk_norm = attend, qk_norm
-        self._qkv_input, self._o_input, self._gate_up_input, self._down_input = (one.gemm.input_layout for one in gemms)
+    def __init__(self, gemms: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch], mixer: Mixer) -> None:
+        """`gemms`: inputs, o, gate and up, down. `Unsupported` if one of them cannot read prepacked activations."""
+        self._gemms, self._mixer = gemms, mixer
+        self._mixer_input, self._o_input, self._gate_up_input, self._down_input = (
+            one.gemm.input_layout for one in gemms
+        )
         self._next: CudaFusedLayer | None = None
         self._prepacked: MutableMapping[Tensor, tuple[PackedActs, int]] = WeakTensorKeyDictionary()
         """Inputs of this layer that the layer before has prepacked, and their version then."""
@@ -38,27 +114,23 @@ class CudaFusedLayer(b.FusedLayer):
 
     def __call__(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor | None:
         """The residual stream after the layer; None if its kernels do not support the batch."""
-        rows, tokens = x.shape[:2]
-        count, pages = rows * tokens, kv.kv_pages
+        count = x.shape[0] * x.shape[1]
         kernels = [gemm.kernel(count) for gemm in self._gemms]
-        if pages is None or None in kernels or not self._attend.supports(rows, tokens, kv, metadata):
+        if None in kernels or not self._mixer.supports(x, kv, metadata):
             return None
-        qkv, o, gate_up, down = (kernel for kernel in kernels if kernel is not None)
+        inputs, o, gate_up, down = (kernel for kernel in kernels if kernel is not None)
         residual = x.reshape(count, -1).contiguous()
-        heads = self._gemms[0].gemm.empty_outputs(count)
-        qkv(self._take_prepacked(x) or residual, heads)
-        q, k, v = (one.view(rows, tokens, -1, self._attend.attn.head_dim) for one in heads)
-        if self._qk_norm is not None:
-            q, k = self._qk_norm(q, k)
-        attended = self._o_input.allocate(count, 0)
-        self._attend.launch(q, k, v, pages, metadata, packed_out=attended)
+        products = self._gemms[0].gemm.empty_outputs(count)
+        inputs(self._take_prepacked(x) or residual, products)
+        mixed = self._o_input.allocate(count, 0)
+        self._mixer(products, x, kv, metadata, mixed)
         (middle,) = self._gemms[1].gemm.empty_outputs(count)
         normed = self._gate_up_input.allocate(count, o.num_partials)
-        o(attended, [middle], residual, normed)
+        o(mixed, [middle], residual, normed)
         hidden = self._down_input.allocate(count, 0)
         gate_up(normed, [], None, hidden)
         (out,), following = self._gemms[3].gemm.empty_outputs(count), self._next
-        prepacked = None if following is None else following._qkv_input.allocate(count, down.num_partials)
+        prepacked = None if following is None else following._mixer_input.allocate(count, down.num_partials)
         down(hidden, [out], middle, prepacked)
         out = out.view(x.shape)
         if following is not None and prepacked is not None:
@@ -74,15 +146,11 @@ class CudaFusedLayer(b.FusedLayer):
 
 
 def fuse_layer_kernels(
-    gemms: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch],
-    attend: b.AttentionFn,
-    qk_norm: b.QKNormFn | None,
+    gemms: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch], mixer: Mixer
 ) -> CudaFusedLayer | None:
     """The layer; None if its parts cannot prepack activations for each other."""
-    if not isinstance(attend, PagedDecodeAttention):
-        return None
     try:
-        return CudaFusedLayer(gemms, attend, qk_norm)
+        return CudaFusedLayer(gemms, mixer)
     except Unsupported:
         return None
 

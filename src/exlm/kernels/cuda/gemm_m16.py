@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Unsupported
-from .module_cache import CudaModule, ModuleCache, sizeof_defines
+from .module_cache import CudaModule, ModuleCache, ModuleSource, sizeof_defines
 from .prepacked_acts import (
     MAX_M16,
     NO_SLOT,
@@ -35,6 +35,9 @@ from .weight_tile import TILE_K, TILE_N, MmaWeight, TileLayout, WeightParams, sl
 SOURCE = Path(__file__).with_name("csrc") / "gemm_m16.cu"
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 """Activations that the epilogue applies, as its ACTIVATION."""
+
+MAX_WEIGHTS = 4
+"""Weights of one launch; `BITS` has a digit for each."""
 
 RESERVED_SMEM = 1024
 """Bytes of shared memory that a device reserves in each thread block."""
@@ -140,6 +143,8 @@ class GemmM16:
         self.modules = modules
         self.weights = tuple(weights)
         self.in_features, self.device = weights[0].in_features, weights[0].device
+        if len(weights) > MAX_WEIGHTS:
+            raise Unsupported(f"{len(weights)} matrices in a launch, at most {MAX_WEIGHTS}")
         if self.in_features % 8 or self.in_features >= NO_SLOT:
             raise Unsupported(f"{self.in_features} inputs, which the kernels want in eights and below {NO_SLOT}")
         inputs = [slot_inputs(weight) for weight in weights]
@@ -173,9 +178,12 @@ class GemmM16:
         return widths[:1] if self.variant.act else widths
 
     def empty_outputs(self, rows: int) -> list[Tensor]:
-        """Memory for the outputs of so many rows."""
+        """Memory for the outputs of so many rows, side by side in one tensor if all begin at 16 bytes."""
         dtype = torch.float32 if self.variant.fp32_out else torch.float16
-        return [torch.empty(rows, width, dtype=dtype, device=self.device) for width in self.output_widths]
+        widths = self.output_widths
+        if len(widths) == 1 or any(width % 8 for width in widths):
+            return [torch.empty(rows, width, dtype=dtype, device=self.device) for width in widths]
+        return list(torch.empty(rows, sum(widths), dtype=dtype, device=self.device).split_with_sizes(widths, 1))
 
     @cached_property
     def input_layout(self) -> InputLayout:
@@ -204,7 +212,7 @@ class GemmM16:
     ) -> None:
         """Fill `out`, `empty_outputs` of as many rows, with x (rows, inputs) @ each weight + residual.
 
-        All are contiguous, x and the residual float16. With `packed_out` the output is also packed for the next
+        x and the residual are contiguous and float16. With `packed_out` the output is also packed for the next
         GEMM; then `out` may be empty.
         """
         rows = len(x)
@@ -240,7 +248,7 @@ class GemmM16:
             operand.stride, operand.first_block = operand.outputs, total
             if out:
                 y = out[0] if self.variant.act else out[i]
-                operand.y, operand.stride = y.data_ptr(), y.shape[1]
+                operand.y, operand.stride = y.data_ptr(), y.stride(0)
             total += 0 if self.variant.act and i else count
         return params, total
 
@@ -307,7 +315,7 @@ class GemmM16:
         return kept
 
 
-def balance_occupancy(modules: ModuleCache, blocks: int, smem: int) -> int:
+def balance_occupancy(modules: ModuleSource, blocks: int, smem: int) -> int:
     """Dynamic shared memory of a thread block, raised so that no SM takes more of them than an even share.
 
     With PDL thread blocks start while the kernel before still occupies some SMs, and would crowd the others.

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -25,6 +25,43 @@ from ..launch import Grid, launch_config, launch_kernel, pointer_array
 
 _INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
 Defines = tuple[tuple[str, int], ...]
+
+
+class CompiledModule(Protocol):
+    """A loaded CUDA module."""
+
+    def launch(
+        self,
+        name: str,
+        grid: Grid,
+        threads: int,
+        shared: int,
+        arguments: Sequence[Any],
+        pdl: bool = True,
+        cooperative: bool = False,
+    ) -> None:
+        """Start a kernel; `pdl`: before the kernel ahead of it ends; `cooperative`: all of its blocks are resident."""
+        ...
+
+
+class ModuleSource(Protocol):
+    """A `ModuleCache`, or the tests' emulator."""
+
+    device: torch.device
+
+    @property
+    def max_smem(self) -> int:
+        """Bytes of shared memory that a thread block can have."""
+        ...
+
+    @property
+    def num_sms(self) -> int:
+        """Number of streaming multiprocessors."""
+        ...
+
+    def module(self, source: Path, **defines: int) -> CompiledModule:
+        """Load a source compiled with these -D constants."""
+        ...
 
 
 class ModuleCache:

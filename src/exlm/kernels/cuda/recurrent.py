@@ -20,8 +20,9 @@ from torch import Tensor
 from ... import spec
 from ...errors import KernelError, Unsupported
 from .. import interface as b
-from .attention import ModuleSource, SplitCounters
-from .module_cache import sizeof_defines
+from .attention import SplitCounters
+from .gemm_m16 import balance_occupancy
+from .module_cache import ModuleSource, sizeof_defines
 
 CSRC = Path(__file__).with_name("csrc")
 DELTA_NET_SOURCE = CSRC / "delta_net.cu"
@@ -33,6 +34,9 @@ MAX_STEP_TOKENS = 16
 
 MAX_STATE_THREADS = 512
 """Threads of a thread block that has a whole head: each may have 128 registers."""
+
+MAX_STATE_REGISTERS = 128
+"""Numbers of a state that a thread keeps, at most."""
 
 _INPUT_TOKENS = 8  # INPUT_TOKENS of the sources
 _INPUT_WARPS = 4  # of a thread block
@@ -97,30 +101,34 @@ class _ShortConvParams(ctypes.Structure):
 class ScanConfig:
     """How a head's state is divided. A line is a column of a delta net's state, or a row of Mamba 2's.
 
-    `line_threads` decides the order of summation and must be the same in all passes; the rest decides speed alone.
+    `line_threads` decides the order of summation of a state and must be the same in all passes, and so must the threads
+    that `step_lines` results in, which normalise; the rest decides speed alone.
     """
 
     line_threads: int  # threads that share a line
-    lines: int = 2  # neighbouring lines of a thread
+    lines: int = 2  # neighbouring lines of a thread, in the scan
+    step_lines: int = 4  # the same when a launch has a whole head, if they divide its lines
     max_warps: int = 4  # of a thread block of the scan
     stage_tokens: int = 8  # tokens that are loaded at once, while as many are worked on
 
     @property
     def warp_lines(self) -> int:
-        """Lines of a warp."""
+        """Lines of a warp of the scan."""
         return 32 // self.line_threads * self.lines
 
     def scan_warps(self, lines: int) -> int:
         """Warps of a thread block of the scan, for a head with so many lines."""
         return gcd(lines // self.warp_lines, self.max_warps)
 
-    def step_threads(self, lines: int) -> int:
-        """Threads of a thread block that has a whole head."""
-        return lines // self.warp_lines * 32
+    def fit_step_lines(self, lines: int, line_length: int) -> int:
+        """Lines of a thread when a thread block has a whole head, of so many lines of a length."""
+        divides = lines % (32 // self.line_threads * self.step_lines) == 0
+        fits = self.step_lines * line_length // self.line_threads <= MAX_STATE_REGISTERS
+        return self.step_lines if divides and fits else self.lines
 
     def check(self, lines: int, line_length: int) -> None:
         """`Unsupported` for a head's state that cannot be divided so."""
-        threads, run = self.step_threads(lines), 4 * self.line_threads
+        threads, run = lines // self.warp_lines * 32, 4 * self.line_threads
         if lines % self.warp_lines or line_length % run:
             raise Unsupported(f"states of {lines} x {line_length}, only of multiples of {self.warp_lines} x {run}")
         if threads > MAX_STATE_THREADS or line_length > 256:
@@ -176,10 +184,10 @@ class CudaDeltaNet:
         self._key_floats = 2 * mixer.key_dim + 4  # KeyRecord
         self._gate_floats = decays + (4 if mixer.decay == "channel" else 3)  # GateRecord
         self._warps = scan.scan_warps(mixer.value_dim)
+        self._step_lines = scan.fit_step_lines(mixer.value_dim, mixer.key_dim)
 
-    @cached_property
-    def defines(self) -> dict[str, int]:
-        """The -D constants of delta_net.cu."""
+    def defines(self, lines: int) -> dict[str, int]:
+        """The -D constants of delta_net.cu for so many columns of a thread."""
         m = self._mixer
         return {
             "KEY_HEADS": m.key_heads,
@@ -189,8 +197,8 @@ class CudaDeltaNet:
             "CHANNEL_DECAY": int(m.decay == "channel"),
             "SIGMOID_GATE": int(m.gate_act == "sigmoid"),
             "COLUMN_THREADS": self._scan.line_threads,
-            "COLUMNS": self._scan.lines,
-            "SCAN_WARPS": self._warps,
+            "COLUMNS": lines,
+            "SCAN_WARPS": self._warps if lines == self._scan.lines else 1,
             "STAGE_TOKENS": self._scan.stage_tokens,
             "SIZEOF_KeyRecord": 4 * self._key_floats,
             "SIZEOF_GateRecord": 4 * self._gate_floats,
@@ -217,20 +225,23 @@ class CudaDeltaNet:
             self._decay_rate.data_ptr(), self._dt_bias.data_ptr(), self._norm.data_ptr(), _matrix_pointer(state),
             _slot_pointers(slots), tokens=tokens, norm_eps=m.norm_eps, beta_scale=m.beta_scale,
         )  # fmt: skip
-        module = self._modules.module(DELTA_NET_SOURCE, **self.defines)
         if tokens <= MAX_STEP_TOKENS:
+            module = self._modules.module(DELTA_NET_SOURCE, **self.defines(self._step_lines))
             smem = tokens * (self._token_bytes(m.value_dim) + 8 * m.value_dim)
-            threads = self._scan.step_threads(m.value_dim)
+            threads = m.value_dim * self._scan.line_threads // self._step_lines
+            smem = balance_occupancy(self._modules, m.value_heads * rows, smem)
             module.launch("delta_net_step", (m.value_heads, rows, 1), threads, smem, (params,))
             return out
         floats = (m.key_heads * self._key_floats, m.value_heads * self._gate_floats, m.value_width)
         workspace = _workspace(rows * tokens, floats, out.device)
+        module = self._modules.module(DELTA_NET_SOURCE, **self.defines(self._scan.lines))
         params.keys, params.gates, params.values = (one.data_ptr() for one in workspace)
         grid = -(-tokens // _INPUT_TOKENS), -(-(m.key_heads + m.value_heads) // _INPUT_WARPS), rows
         module.launch("delta_net_inputs", grid, _INPUT_THREADS, 0, (params,))
         columns = self._warps * self._scan.warp_lines
         smem = 2 * self._scan.stage_tokens * self._token_bytes(columns)
         grid = m.value_heads * (m.value_dim // columns), rows, 1
+        smem = balance_occupancy(self._modules, grid[0] * rows, smem)
         module.launch("delta_net_scan", grid, 32 * self._warps, smem, (params,))
         grid = tokens, -(-m.value_heads // _INPUT_WARPS), rows
         module.launch("delta_net_outputs", grid, _INPUT_THREADS, 0, (params,))
@@ -263,10 +274,10 @@ class CudaMamba2:
         self._dt_bias, self._d = (_float32(one, device) for one in (params.dt_bias, params.d))
         self._norm = None if params.norm is None else _float32(params.norm, device)
         self._warps = scan.scan_warps(mixer.head_dim)
+        self._step_lines = scan.fit_step_lines(mixer.head_dim, mixer.state_dim)
 
-    @cached_property
-    def defines(self) -> dict[str, int]:
-        """The -D constants of mamba2.cu."""
+    def defines(self, lines: int) -> dict[str, int]:
+        """The -D constants of mamba2.cu for so many rows of a state in a thread."""
         m = self._mixer
         return {
             "HEADS": m.heads,
@@ -276,8 +287,8 @@ class CudaMamba2:
             "NORM_GROUPS": self._norm_groups,
             "NORM_BEFORE_GATE": int(m.norm_before_gate),
             "ROW_THREADS": self._scan.line_threads,
-            "ROWS": self._scan.lines,
-            "SCAN_WARPS": self._warps,
+            "ROWS": lines,
+            "SCAN_WARPS": self._warps if lines == self._scan.lines else 1,
             "STAGE_TOKENS": self._scan.stage_tokens,
             "SIZEOF_GroupRecord": 8 * m.state_dim,
             "SIZEOF_GateRecord": 16,
@@ -297,25 +308,30 @@ class CudaMamba2:
             norm_eps=0.0 if m.norm is None else m.norm.eps, dt_min=m.dt_limits[0], dt_max=m.dt_limits[1],
         )  # fmt: skip
         params.z_scale, params.x_scale, params.b_scale, params.c_scale, params.dt_scale = m.part_scales
-        module, threads = self._modules.module(MAMBA2_SOURCE, **self.defines), self._scan.step_threads(m.head_dim)
         one_launch = tokens <= MAX_STEP_TOKENS and rows * self._norm_groups <= len(self._counters.arrivals)
         floats = m.groups * 2 * m.state_dim, m.heads * 4, m.width
         if one_launch:
             floats = 0, 0, m.width if self._norm_groups else 0
+        step_module = self._modules.module(MAMBA2_SOURCE, **self.defines(self._step_lines))
+        threads = m.head_dim * self._scan.line_threads // self._step_lines
         workspace = _workspace(rows * tokens, floats, out.device)
         params.groups, params.gates, params.values = (one.data_ptr() for one in workspace)
         if one_launch:
             smem = tokens * self._token_bytes(m.head_dim) + _SCRATCH_BYTES
-            module.launch("mamba2_step", (m.heads, rows, 1), threads, smem, (params,))
+            smem = balance_occupancy(self._modules, m.heads * rows, smem)
+            step_module.launch("mamba2_step", (m.heads, rows, 1), threads, smem, (params,))
             return out
         grid = -(-tokens // _INPUT_TOKENS), -(-(m.groups + m.heads) // _INPUT_WARPS), rows
+        module = self._modules.module(MAMBA2_SOURCE, **self.defines(self._scan.lines))
         module.launch("mamba2_inputs", grid, _INPUT_THREADS, 0, (params,))
         lines = self._warps * self._scan.warp_lines
         smem = 2 * self._scan.stage_tokens * self._token_bytes(lines)
         grid = m.heads * (m.head_dim // lines), rows, 1
+        smem = balance_occupancy(self._modules, grid[0] * rows, smem)
         module.launch("mamba2_scan", grid, 32 * self._warps, smem, (params,))
         grid = tokens, self._norm_groups or -(-m.width // threads), rows
-        module.launch("mamba2_outputs", grid, threads, _SCRATCH_BYTES, (params,))
+        # As many threads as in mamba2_step add up a norm's squares in the same order.
+        step_module.launch("mamba2_outputs", grid, threads, _SCRATCH_BYTES, (params,))
         return out
 
     def _token_bytes(self, lines: int) -> int:

@@ -401,8 +401,10 @@ DEVICE void gemm_block(const GemmParams& params, char* smem, const ChainArgs* ch
         mainloop<BITS_OF(0), 0>(params, at, n_tile, smem, acc, bias_residual, chain);
     else if (NUM_WEIGHTS == 2 || at == 1)
         mainloop<BITS_OF(NUM_WEIGHTS > 1 ? 1 : 0), 0>(params, at, n_tile, smem, acc, bias_residual, chain);
-    else
+    else if (NUM_WEIGHTS == 3 || at == 2)
         mainloop<BITS_OF(NUM_WEIGHTS > 2 ? 2 : 0), 0>(params, at, n_tile, smem, acc, bias_residual, chain);
+    else
+        mainloop<BITS_OF(NUM_WEIGHTS > 3 ? 3 : 0), 0>(params, at, n_tile, smem, acc, bias_residual, chain);
     __syncthreads();
     float* sums = (float*)smem;  // (warp, tile, output, row)
     UNROLL

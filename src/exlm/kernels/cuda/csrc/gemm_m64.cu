@@ -198,7 +198,9 @@ DEVICE void mma_stage(int at, bool fine, const char* tiles, u32 acts, float (*ac
     } else {
         if (at == 0) mma_stage_bits<BITS_OF(0), WARP_TILES>(fine, tiles, acts, acc, lane);
         else if (at == 1) mma_stage_bits<BITS_OF(NUM_WEIGHTS > 1), WARP_TILES>(fine, tiles, acts, acc, lane);
-        else mma_stage_bits<BITS_OF(NUM_WEIGHTS > 2 ? 2 : 0), WARP_TILES>(fine, tiles, acts, acc, lane);
+        else if (NUM_WEIGHTS == 3 || at == 2)
+            mma_stage_bits<BITS_OF(NUM_WEIGHTS > 2 ? 2 : 0), WARP_TILES>(fine, tiles, acts, acc, lane);
+        else mma_stage_bits<BITS_OF(NUM_WEIGHTS > 3 ? 3 : 0), WARP_TILES>(fine, tiles, acts, acc, lane);
     }
 }
 
