@@ -248,7 +248,7 @@ class SamplingRequest:
         return len(self.state.history if self.history is None else self.history)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplerOutput:
     """The tokens of a batch, on the host; a negative one is a failure (see `error`).
 

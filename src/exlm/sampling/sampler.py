@@ -82,14 +82,16 @@ class Sampler:
         has_kernels = self._has_kernels.get(device)
         if has_kernels is None:
             has_kernels = self._has_kernels[device] = gpu_kernels.has_kernels_for(device)
+        if logits.requires_grad:
+            logits = logits.detach()
         if requests and has_kernels and self.kernels and logits.dim() == 2:
             with _device_context(device):
-                return self._launch_kernels(logits.detach() if logits.requires_grad else logits, requests, device)
-        with torch.no_grad():
-            if requests and all([request.takes_argmax for request in requests]):
-                top, drawn = draw_greedy(self._checked_logits(logits, len(requests)), 0)
-                drawn.tokens = _mark_failures(top, drawn.tokens)
-            else:
+                return self._launch_kernels(logits, requests, device)
+        if requests and all([request.takes_argmax for request in requests]):
+            top, drawn = draw_greedy(self._checked_logits(logits, len(requests)), 0)
+            drawn.tokens = _mark_failures(top, drawn.tokens)
+        else:
+            with torch.no_grad():
                 drawn = self._sample_with_torch(self._apply_cfg(logits, requests), requests)
         return PendingOutput(self, requests, drawn, copy_to_host(drawn.tokens) if logits.is_cuda else None)
 
@@ -221,7 +223,7 @@ class PendingOutput:
         resampled = self.saved_logits is not None and TOO_MANY_CANDIDATES in tokens
         if resampled:
             tokens = self._resample([row for row, token in enumerate(tokens) if token == TOO_MANY_CANDIDATES])
-        on_host = drawn.tokens if self._host_tokens is None and drawn.tokens.device.type == "cpu" else None
+        on_host = drawn.tokens if self._host_tokens is None and drawn.tokens.is_cpu else None
         return SamplerOutput(tokens, drawn.probs, drawn.top_tokens, drawn.top_probs, resampled, on_host)
 
     def _resample(self, rows: list[int]) -> list[int]:
@@ -344,7 +346,7 @@ def update_states(group: RowGroup, c: Candidates | None, drawn: DrawnTokens) -> 
 
 def _mark_failures(top: Tensor, tokens: Tensor) -> Tensor:
     """The tokens, with a failure code (negative) where the largest logit of a row (rows,) is not finite."""
-    if top.device.type == "cpu" and math.isfinite(sum(top.tolist())):
+    if top.is_cpu and math.isfinite(sum(top.tolist())):
         return tokens
     tokens = torch.where(top == -torch.inf, NO_TOKEN_ALLOWED, tokens)
     tokens = torch.where(top == torch.inf, INFINITE_LOGITS, tokens)
