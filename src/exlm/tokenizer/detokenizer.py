@@ -8,7 +8,7 @@ decodes a short window of the latest ids. The caller's tables decide which ids a
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -67,41 +67,38 @@ class _ByteDetokenizer(Detokenizer):
     def __init__(self, table: Sequence[bytes], strip_next_space: bool) -> None:
         self._table = table
         self._strip_next_space = strip_next_space
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._buffered = b""  # the start of a character
 
     @property
     def pending(self) -> bool:
-        return bool(self._utf8.getstate()[0])
+        return bool(self._buffered)
 
     def push(self, token_id: int) -> str:
         if not 0 <= token_id < len(self._table):
             return ""
-        return self._strip_first_space(self._decode(self._table[token_id]))
-
-    def flush(self) -> str:
-        text = self._strip_first_space(self._utf8.decode(b"", final=True))
-        self._utf8.reset()
-        self._strip_next_space = False
-        return text
-
-    def copy(self) -> Detokenizer:
-        copied = _ByteDetokenizer(self._table, self._strip_next_space)
-        copied._utf8.setstate(self._utf8.getstate())
-        return copied
-
-    def _decode(self, data: bytes) -> str:
-        text = self._utf8.decode(data)
-        if data and data[-1] >= 0xA0:
-            buffered = self._utf8.getstate()[0]
-            if len(buffered) == 2 and buffered[0] == 0xED and buffered[1] >= 0xA0:
-                # CPython's decoder waits for the third byte of a surrogate, which UTF-8 does not allow.
-                text += self._utf8.decode(b"", final=True)
-        return text
-
-    def _strip_first_space(self, text: str) -> str:
+        data = self._buffered + self._table[token_id]
+        text, num_decoded = utf_8_decode(data, "replace")
+        self._buffered = data[num_decoded:]
+        if len(self._buffered) == 2 and self._buffered[0] == 0xED and self._buffered[1] >= 0xA0:
+            # CPython's decoder waits for the third byte of a surrogate, which UTF-8 does not allow.
+            text += self._decode_buffered()
         if self._strip_next_space and text:
             self._strip_next_space = False
             return text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        self._strip_next_space = False
+        return self._decode_buffered()
+
+    def copy(self) -> Detokenizer:
+        copied = _ByteDetokenizer(self._table, self._strip_next_space)
+        copied._buffered = self._buffered
+        return copied
+
+    def _decode_buffered(self) -> str:
+        """Decode an incomplete character, to U+FFFD."""
+        text, self._buffered = self._buffered.decode("utf-8", "replace"), b""
         return text
 
 
