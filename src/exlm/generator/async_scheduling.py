@@ -13,6 +13,7 @@ from typing import Any
 from .job import Job
 from .model_runner import ModelRunner
 from .page_table import PageTable
+from .token_sequence import TokenSequence
 
 
 class InFlightDecode:
@@ -26,6 +27,7 @@ class InFlightDecode:
         """Drop the pass in flight."""
         self._logits: Any = None
         self._jobs: list[Job] = []
+        self._sequences: list[TokenSequence] = []  # one of each job
         self._past: list[int] = []
 
     def take(self, jobs: Sequence[Job]) -> Any:
@@ -34,10 +36,14 @@ class InFlightDecode:
         Pages need not be compared: the pass writes to a page that is not full, and such a page belongs to one sequence.
         """
         logits, self._logits = self._logits, None
-        if logits is None or (jobs != self._jobs and not self._contains_all(jobs)):
+        if logits is None:
             return None
-        past = self._past
-        up_to_date = all([job.sequences[0].num_computed_tokens == past[job.batch_row] for job in jobs])
+        if jobs == self._jobs:
+            up_to_date = [sequence.num_computed_tokens for sequence in self._sequences] == self._past
+        else:
+            up_to_date = self._contains_all(jobs) and all(
+                [job.sequences[0].num_computed_tokens == self._past[job.batch_row] for job in jobs]
+            )
         return logits if up_to_date else None
 
     def launch_next(self, jobs: Sequence[Job], tokens: Any, page_table: PageTable) -> None:
@@ -45,17 +51,26 @@ class InFlightDecode:
 
         Nothing is launched if these tokens reach every job's limit.
         """
-        sequences = [job.sequences[0] for job in jobs]
-        if all([len(sequence.ids) + 1 >= sequence.max_length for sequence in sequences]):
+        if jobs != self._jobs:
+            self._assign_rows(jobs)
+        sequences = self._sequences
+        for sequence in sequences:
+            if len(sequence.ids) + 1 < sequence.max_length:
+                break
+        else:
             return
         self._past = [len(sequence.ids) for sequence in sequences]
-        for sequence, past in zip(sequences, self._past, strict=True):
-            page_table.plan_decode_states(sequence, past, 1, is_final=True)
+        if page_table.states is not None:
+            for sequence, past in zip(sequences, self._past, strict=True):
+                page_table.states.plan_decode(sequence, past, 1, is_final=True)
         self._logits = self._runner.decode_next(sequences, self._past, tokens)
-        if jobs != self._jobs:  # otherwise the rows are already assigned
-            self._jobs = list(jobs)
-            for row, job in enumerate(jobs):
-                job.batch_row = row
+
+    def _assign_rows(self, jobs: Sequence[Job]) -> None:
+        """Set the jobs of the next passes, which changes only when one joins or ends."""
+        self._jobs = list(jobs)
+        self._sequences = [job.sequences[0] for job in jobs]
+        for row, job in enumerate(jobs):
+            job.batch_row = row
 
     def _contains_all(self, jobs: Sequence[Job]) -> bool:
         """Whether the pass ran all these jobs, and others."""

@@ -141,7 +141,8 @@ class EngineCore:
         """Admit jobs, prefill a chunk of each prompt, decode a batch, verify and apply its tokens."""
         self._dirty = True
         results = self._admit()
-        results += self._prefill_chunks()
+        if self.scheduler.has_prefill:
+            results += self._prefill_chunks()
         if batch := self.scheduler.decode_batch():
             logits, drafts = self._decode(batch)
             results += self._verify_and_apply(batch, logits, drafts)
@@ -159,7 +160,8 @@ class EngineCore:
     def _admit(self) -> list[Result]:
         """Start the pending jobs that fit; fail those whose adapters were unloaded."""
         results: list[Result] = [*self._fail_unloaded_adapters()] if self._jobs_by_adapters else []
-        results += map(started_result, self.scheduler.admit())
+        if started := self.scheduler.admit():
+            results += map(started_result, started)
         return results
 
     def _attach_extras(self, job: Job) -> None:

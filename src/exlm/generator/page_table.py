@@ -195,13 +195,10 @@ class PageTable:
         if self.states is not None:
             self.states.plan_prefill(sequence, start, end)
 
-    def plan_decode_states(self, sequence: TokenSequence, past: int, count: int, *, is_final: bool = False) -> None:
-        """Set where a pass of `count` tokens finds and leaves recurrent states: one after each token.
-
-        `is_final` is as in `StateTable.plan_decode`.
-        """
+    def plan_decode_states(self, sequence: TokenSequence, past: int, count: int) -> None:
+        """Set where a pass of `count` tokens finds and leaves recurrent states, if the model has any: one per token."""
         if self.states is not None:
-            self.states.plan_decode(sequence, past, count, is_final=is_final)
+            self.states.plan_decode(sequence, past, count)
 
     def mark_computed(self, sequence: TokenSequence, upto: int) -> None:
         """Record that keys and values of the ids before `upto` are in the cache, and publish full pages.
