@@ -2,8 +2,8 @@
 
 Decode: microseconds per layer (RoPE, cache write and attention together), replayed from a CUDA graph over the
 caches of several layers, so that nothing stays in L2; and the bandwidth at which keys and values are read, as
-a share of the measured copy bandwidth. Prefill: microseconds per layer of a first chunk. Shapes are those of
-Llama-2-7B and Llama-3-8B. Every kernel is checked against plain torch before it is timed.
+a share of the measured copy bandwidth. Prefill: microseconds per layer of a first chunk. Every kernel is
+checked against plain torch before it is timed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from exlm import spec
 from exlm.kernels.artifact_cache import ArtifactCache
 from exlm.kernels.cuda import attention as cuda
 from exlm.kernels.cuda.module_cache import ModuleCache, compile_cached
-from exlm.kernels.interface import AttentionFn
+from exlm.kernels.interface import AttentionFn, RopeFn
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.triton import TritonBackend
 from exlm.kvcache.dense import DenseLayer
@@ -35,10 +35,18 @@ from exlm.nn import Batch
 
 from .gpu import copy_bandwidth, replay_seconds
 
-HEAD = 128
-SHAPES = {"Llama-2-7B": (32, 32), "Llama-3-8B": (32, 8)}
+Heads = tuple[int, int, int]
+"""Query heads, kv heads, head dim."""
+
+SHAPES: dict[str, Heads] = {
+    "llama-2-7b": (32, 32, 128),
+    "llama-3-8b": (32, 8, 128),
+    "gemma-2-9b": (16, 8, 256),
+    "qwen3.5-27b": (24, 4, 256),
+}
 QUANTIZERS = {"Q8": HadamardQuantizer(8), "Q4": HadamardQuantizer(4)}
 CACHES = ("FP16", *QUANTIZERS)
+MAX_POSITIONS = 1 << 17
 REPLAY_BYTES = 256 << 20
 """Bytes of keys and values that a replay must read so that none are in L2."""
 
@@ -49,6 +57,10 @@ WARP_CONFIGS = {
     "Q4": [(4, 1, 4), (4, 2, 3), (4, 4, 2)],
 }
 """Warps, KV_M16 and resident blocks of the configurations to compare."""
+
+WIDE_WARP_CONFIGS = [(8, 1, 1), (4, 1, 2), (4, 1, 1)]
+"""The same for heads of 256 numbers."""
+
 SPLITS = [(64, 32, 1), (64, 32, 2), (128, 32, 2), (256, 32, 2)]
 """Smallest split, most splits and waves."""
 
@@ -61,13 +73,14 @@ class Step(NamedTuple):
     metadata: Batch
 
 
-def layer(cache: str, pages: int, kv_heads: int, device: torch.device) -> CacheLayer:
+def layer(cache: str, pages: int, heads: Heads, device: torch.device) -> CacheLayer:
     """A cache layer full of random numbers."""
+    _, kv_heads, head_dim = heads
     if cache == "FP16":
-        cache_layer: CacheLayer = DenseLayer(pages, PAGE_SIZE, kv_heads, HEAD, torch.float16, device)
+        cache_layer: CacheLayer = DenseLayer(pages, PAGE_SIZE, kv_heads, head_dim, torch.float16, device)
     else:
         quantizer = QUANTIZERS[cache]
-        cache_layer = QuantizedLayer(pages, PAGE_SIZE, LayerShape(kv_heads, HEAD), quantizer, quantizer, device)
+        cache_layer = QuantizedLayer(pages, PAGE_SIZE, LayerShape(kv_heads, head_dim), quantizer, quantizer, device)
     for tensor in cache_layer.tensors:
         if tensor.dtype is torch.uint8:
             tensor.random_(0, 256)
@@ -76,11 +89,11 @@ def layer(cache: str, pages: int, kv_heads: int, device: torch.device) -> CacheL
     return cache_layer
 
 
-def make_step(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: int, layers: int = 32) -> Step:
+def make_step(cache: str, heads: Heads, rows: int, past: int, tokens: int, layers: int = 32) -> Step:
     """Rows of `past` stored tokens in shuffled pages, and new tokens for them."""
     device = torch.device("cuda")
     width = -(-(past + tokens) // PAGE_SIZE)
-    first_layer = layer(cache, rows * width, heads[1], device)
+    first_layer = layer(cache, rows * width, heads, device)
     size = sum(tensor.nbytes for tensor in first_layer.tensors)
     extra_layers = min(layers - 1, REPLAY_BYTES // size)
     before = torch.full((rows,), past, device=device)
@@ -89,42 +102,46 @@ def make_step(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: 
     metadata = Batch(
         ids=positions, positions=positions, past_lens=before, page_table=pages, max_kv_len=past + tokens, uniform=True
     )
-    q, k, v = (torch.randn(rows, tokens, n, HEAD, dtype=torch.float16, device=device) for n in (*heads, heads[1]))
+    query_heads, kv_heads, head_dim = heads
+    counts = query_heads, kv_heads, kv_heads
+    q, k, v = (torch.randn(rows, tokens, n, head_dim, dtype=torch.float16, device=device) for n in counts)
     return Step(
         (q, k, v),
-        [first_layer, *(layer(cache, rows * width, heads[1], device) for _ in range(extra_layers))],
+        [first_layer, *(layer(cache, rows * width, heads, device) for _ in range(extra_layers))],
         metadata,
     )
 
 
 class Kernels:
-    """The attention kernels for one model shape."""
+    """The attention kernels of a device."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
         self.triton = TritonBackend(self.device, torch.float16)
         self.plain = ReferenceBackend(self.device, torch.float16)
-        self.rope = spec.Rope(1e4, HEAD)
-        self.rope_fn = self.triton.rope(self.rope, 1 << 14)
         self.counters = cuda.SplitCounters(ModuleCache(self.device, FOLDER), self.triton.limits.num_sms)
 
-    def attn(self, heads: tuple[int, int]) -> spec.Attention:
+    def attn(self, heads: Heads) -> spec.Attention:
         """The attention layer."""
-        return spec.Attention(*heads, HEAD, self.rope, HEAD**-0.5)
+        return spec.Attention(*heads, spec.Rope(1e4, heads[2]), heads[2] ** -0.5)
 
-    def triton_attention(self, heads: tuple[int, int]) -> AttentionFn:
+    def rope(self, heads: Heads) -> RopeFn:
+        """RoPE with tables."""
+        return self.triton.rope(spec.Rope(1e4, heads[2]), MAX_POSITIONS)
+
+    def triton_attention(self, heads: Heads) -> AttentionFn:
         """The Triton kernels."""
-        return self.triton.attention(self.attn(heads), self.rope_fn)
+        return self.triton.attention(self.attn(heads), self.rope(heads))
 
-    def cuda_attention(self, heads: tuple[int, int], plan: cuda.SplitConfig | None = None) -> AttentionFn:
+    def cuda_attention(self, heads: Heads, plan: cuda.SplitConfig | None = None) -> AttentionFn:
         """The CUDA kernels."""
         return cuda.PagedDecodeAttention(
-            self.counters, self.attn(heads), self.rope_fn, self.triton_attention(heads), plan
+            self.counters, self.attn(heads), self.rope(heads), self.triton_attention(heads), plan
         )
 
-    def error(self, heads: tuple[int, int], cache: str, attend: AttentionFn) -> float:
+    def error(self, heads: Heads, cache: str, attend: AttentionFn) -> float:
         """The largest error in a few cases, compared with plain torch."""
-        reference = self.plain.attention(self.attn(heads), self.plain.rope(self.rope, 1 << 14))
+        reference = self.plain.attention(self.attn(heads), self.plain.rope(spec.Rope(1e4, heads[2]), MAX_POSITIONS))
         worst = 0.0
         for past, tokens in ((77, 1), (5000, 1), (300, 5)):
             (q, k, v), (kept,), metadata = make_step(cache, heads, 2, past, tokens, layers=1)
@@ -151,11 +168,14 @@ def bandwidth_share(step: Step, took: float, speed: float) -> float:
     return stored * past / (step.metadata.page_table.shape[1] * PAGE_SIZE) / took / speed
 
 
-def decode_tables(kernels: Kernels, rows: list[int], pasts: list[int], speed: float) -> Iterator[Table]:
+def decode_tables(
+    kernels: Kernels, shapes: list[str], rows: list[int], pasts: list[int], speed: float
+) -> Iterator[Table]:
     """Tables of decode times with the default configurations, beside Triton."""
     table = Table("shape", "cache", "past", "error", *(f"{n} rows" for n in rows))
     table.title = f"decoding, µs for each layer (share of {speed / 1e6:.2f} TB/s) | Triton's µs"
-    for (name, heads), past, cache in product(SHAPES.items(), pasts, CACHES):
+    for name, past, cache in product(shapes, pasts, CACHES):
+        heads = SHAPES[name]
         cuda_attention, triton_attention = kernels.cuda_attention(heads), kernels.triton_attention(heads)
         cells = [f"{kernels.error(heads, cache, cuda_attention):.0e}"]
         for n in rows:
@@ -167,21 +187,22 @@ def decode_tables(kernels: Kernels, rows: list[int], pasts: list[int], speed: fl
     yield table
 
 
-def split_configs(cache: str) -> Iterator[cuda.SplitConfig]:
+def split_configs(cache: str, head_dim: int) -> Iterator[cuda.SplitConfig]:
     """Every launch configuration to compare."""
-    for warps, splits in product(WARP_CONFIGS[cache], SPLITS):
+    wide = head_dim > cuda.MAX_NARROW_HEAD_DIM
+    for warps, splits in product(WIDE_WARP_CONFIGS if wide else WARP_CONFIGS[cache], SPLITS):
         yield cuda.SplitConfig(*warps, *splits)
 
 
-def compile_ahead(kernels: Kernels) -> None:
+def compile_ahead(kernels: Kernels, shapes: list[str]) -> None:
     """Compile the kernels of every configuration, in several processes."""
     major, minor = torch.cuda.get_device_capability(kernels.device)
     wanted = set()
-    for heads, cache in product(SHAPES.values(), CACHES):
-        pages = layer(cache, 1, heads[1], kernels.device).kv_pages
-        for plan, n8_tiles in product(split_configs(cache), (1, 2)):
+    for heads, cache in product([SHAPES[name] for name in shapes], CACHES):
+        pages = layer(cache, 1, heads, kernels.device).kv_pages
+        for plan, n8_tiles in product(split_configs(cache, heads[2]), (1, 2)):
             chosen = cuda.attn_defines(kernels.attn(heads), pages, plan, n8_tiles, False)
-            if n8_tiles == 1 or 5 * heads[0] > 8 * heads[1]:
+            if n8_tiles == 1 or (5 * heads[0] > 8 * heads[1] and heads[2] <= cuda.MAX_NARROW_HEAD_DIM):
                 wanted.add(tuple(sorted(chosen.items())))
     folder = ArtifactCache(FOLDER)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -192,11 +213,12 @@ def compile_ahead(kernels: Kernels) -> None:
             future.result()
 
 
-def config_tables(kernels: Kernels, speed: float) -> Iterator[Table]:
+def config_tables(kernels: Kernels, shapes: list[str], speed: float) -> Iterator[Table]:
     """Tables of every configuration at every size."""
-    compile_ahead(kernels)
-    sizes = [(1, 512), (1, 8000), (8, 512), (64, 512)]
-    for (name, heads), cache in product(SHAPES.items(), CACHES):
+    compile_ahead(kernels, shapes)
+    sizes = [(1, 512), (1, 8000), (1, 65000), (8, 512), (32, 512)]
+    for name, cache in product(shapes, CACHES):
+        heads = SHAPES[name]
         table = Table("warps/KV_M16/blocks, split/splits/waves", "error", *(f"{n} × {past}" for n, past in sizes))
         table.title = f"{name} {cache}: µs for each layer (share of {speed / 1e6:.2f} TB/s)"
         steps = [make_step(cache, heads, n, past, 1) for n, past in sizes]
@@ -205,7 +227,7 @@ def config_tables(kernels: Kernels, speed: float) -> Iterator[Table]:
             f"{took:.1f} ({bandwidth_share(step, took, speed):.0%})" for step, took in zip(steps, times, strict=True)
         ]
         table.add_row("Triton", "", *cells)
-        for plan in split_configs(cache):
+        for plan in split_configs(cache, heads[2]):
             cuda_attention = kernels.cuda_attention(heads, plan)
             cells = [f"{kernels.error(heads, cache, cuda_attention):.0e}"]
             for step in steps:
@@ -216,11 +238,12 @@ def config_tables(kernels: Kernels, speed: float) -> Iterator[Table]:
         yield table
 
 
-def prefill_tables(kernels: Kernels, sizes: list[int]) -> Iterator[Table]:
+def prefill_tables(kernels: Kernels, shapes: list[str], sizes: list[int]) -> Iterator[Table]:
     """The table of prefill times of a first chunk."""
     table = Table("shape", "cache", *(f"{tokens} tokens" for tokens in sizes))
     table.title = "prefill of a first chunk, µs for each layer"
-    for (name, heads), cache in product(SHAPES.items(), CACHES):
+    for name, cache in product(shapes, CACHES):
+        heads = SHAPES[name]
         steps = (make_step(cache, heads, 1, 0, tokens) for tokens in sizes)
         table.add_row(
             name, cache, *(f"{layer_microseconds(step, kernels.cuda_attention(heads)):.0f}" for step in steps)
@@ -231,6 +254,7 @@ def prefill_tables(kernels: Kernels, sizes: list[int]) -> Iterator[Table]:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 64])
     parser.add_argument("--past", type=int, nargs="*", default=[512, 8000])
     parser.add_argument("--prefill", type=int, nargs="*", default=[2048])
@@ -239,12 +263,12 @@ def main() -> None:
     console, kernels = Console(width=110), Kernels()
     speed = copy_bandwidth(kernels.device) / 1e6
     if chosen.plans:
-        for table in config_tables(kernels, speed):
+        for table in config_tables(kernels, chosen.shapes, speed):
             console.print(table)
         return
-    for table in decode_tables(kernels, chosen.rows, chosen.past, speed):
+    for table in decode_tables(kernels, chosen.shapes, chosen.rows, chosen.past, speed):
         console.print(table)
-    for table in prefill_tables(kernels, chosen.prefill):
+    for table in prefill_tables(kernels, chosen.shapes, chosen.prefill):
         console.print(table)
 
 

@@ -11,6 +11,7 @@ import torch
 
 def replay_seconds(work: Callable[[], object], repeats: int = 10) -> float:
     """Seconds of one replay of the captured work: the median of five runs."""
+    torch.cuda.synchronize()  # the side stream would not wait for the inputs
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         work()

@@ -87,6 +87,10 @@ EMULATED = [
     (Case("q4", HALF, 2, 1, 64, (200, 5), 16, softcap=5.0, masked=True), SMALL),
     (Case("fp8", HALF, 4, 1, 64, (90, 1), 4), SMALL),
     (Case("fp8", HALF, 1, 1, 128, (90, 64), 1), replace(SMALL, kv_m16=2)),
+    (Case("float", HALF, 6, 1, 256, (130, 5), 1), SMALL),
+    (Case("float", HALF, 6, 1, 256, (70,), 5), SMALL),
+    (Case("q8", HALF, 1, 1, 256, (90,), 1), SMALL),
+    (Case("q4", HALF, 3, 1, 256, (130, 3), 3, window=70), SMALL),
 ]
 LARGE = [
     Case(cache, HALF, heads, kv, head, pasts, tokens, window, cap, hide)
@@ -95,6 +99,7 @@ LARGE = [
         (32, 32, 128, None, None, False),
         (32, 8, 128, 700, None, False),
         (6, 2, 64, None, 20.0, True),
+        (16, 2, 256, None, None, False),
     )
     for pasts, tokens in (((0, 1, 5000), 1), ((513, 255, 2500), 7), ((300, 2, 1), 16))
 ]
@@ -119,7 +124,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> SplitCounters:
 
 def planned(case: Case, layer: CacheLayer) -> SplitConfig:
     assert layer.kv_pages is not None
-    return default_split_config(layer.kv_pages, case.tokens * case.heads // case.kv_heads)
+    return default_split_config(layer.kv_pages, case.tokens * case.heads // case.kv_heads, case.head_dim)
 
 
 def name(case: Case) -> str:
@@ -271,6 +276,7 @@ def test_it_compiles(target: str) -> None:
     for source, n8_tiles, case in (
         (SOURCE, 1, Case("float", HALF, 32, 8, 128, (5,), 1)),
         (SOURCE, 2, Case("q4", HALF, 4, 4, 64, (5,), 3, masked=True)),
+        (SOURCE, 1, Case("float", HALF, 24, 4, 256, (5,), 1)),
         (MHA_SOURCE, 1, Case("q4", HALF, 32, 32, 128, (5,), 1)),
         (MHA_SOURCE, 1, Case("q8", HALF, 4, 4, 64, (5,), 1, masked=True)),
     ):

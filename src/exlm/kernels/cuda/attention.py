@@ -27,7 +27,12 @@ MHA_SOURCE = Path(__file__).with_name("csrc") / "attn_decode_mha.cu"
 MAX_NEW_TOKENS = 16
 """Of a row."""
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
+
+MAX_NARROW_HEAD_DIM = 128
+"""Numbers of a head up to which registers hold two n8 tiles of queries, or two blocks of 16 tokens. Of wider heads a
+thread block takes eight queries, and others read keys and values again, from L2, for the next eight: 255 registers on
+sm_90a, and 15 more that are spilled for float16 pages, 4 for Q8 and none for Q4."""
 
 _MAX_ARRIVALS = 1 << 16
 _MAX_PARTIALS_IN_SMEM = 24 << 10  # bytes, for partial results that a thread block combines by itself
@@ -88,6 +93,9 @@ heads, and few splits to combine."""
 SINGLE_QUERY_FLOAT_CONFIG = SplitConfig(max_waves=2)
 """The same for one query of each kv head over floats: there are many heads, so thread blocks are smaller."""
 
+WIDE_SPLIT_CONFIG = SplitConfig(8, min_blocks=1, min_split=128, max_splits=32, max_waves=2)
+"""The same for heads of 256 numbers, of which models have few: more splits keep all SMs busy."""
+
 MHA_SPLIT_CONFIGS: dict[b.KVCacheDtype, SplitConfig] = {
     "hadamard8": SplitConfig(min_blocks=2, max_waves=1),
     "hadamard4": SplitConfig(min_blocks=4, max_waves=1),
@@ -95,17 +103,21 @@ MHA_SPLIT_CONFIGS: dict[b.KVCacheDtype, SplitConfig] = {
 """The same for attn_decode_mha.cu."""
 
 
-def default_split_config(pages: b.KVPages, queries: int) -> SplitConfig:
+def default_split_config(pages: b.KVPages, queries: int, head_dim: int) -> SplitConfig:
     """The configuration for so many queries of each kv head."""
     dtype = pages.dtypes[0]
-    if uses_mha_kernel(pages, queries):
+    if head_dim > MAX_NARROW_HEAD_DIM:
+        return WIDE_SPLIT_CONFIG
+    if uses_mha_kernel(pages, queries, head_dim):
         return MHA_SPLIT_CONFIGS[dtype]
     return SINGLE_QUERY_FLOAT_CONFIG if queries == 1 and dtype == "float" else SPLIT_CONFIGS[dtype]
 
 
-def uses_mha_kernel(pages: b.KVPages, queries: int) -> bool:
+def uses_mha_kernel(pages: b.KVPages, queries: int, head_dim: int) -> bool:
     """Whether attn_decode_mha.cu serves so many queries of each kv head."""
-    return queries == 1 and all(dtype in MHA_SPLIT_CONFIGS for dtype in pages.dtypes)
+    return (
+        queries == 1 and head_dim <= MAX_NARROW_HEAD_DIM and all(dtype in MHA_SPLIT_CONFIGS for dtype in pages.dtypes)
+    )
 
 
 class SplitCounters:
@@ -171,10 +183,11 @@ class PagedDecodeAttention:
             q, k = self.rope(q, k, metadata.positions)
         q, k, v = contiguous_heads(q), contiguous_heads(k), contiguous_heads(v)
         head_queries = tokens * (attn.heads // attn.kv_heads)
-        config, mha = self.config or default_split_config(pages, head_queries), uses_mha_kernel(pages, head_queries)
+        config = self.config or default_split_config(pages, head_queries, attn.head_dim)
+        mha = uses_mha_kernel(pages, head_queries, attn.head_dim)
         if mha:
             config = replace(config, warps=math.gcd(config.warps, attn.kv_heads))
-        n8_tiles = 1 if head_queries <= 8 else 2
+        n8_tiles = 1 if head_queries <= 8 or attn.head_dim > MAX_NARROW_HEAD_DIM else 2
         queries = min(8 * n8_tiles, head_queries)
         heads = rows * attn.kv_heads * -(-head_queries // (8 * n8_tiles))  # (row, block of queries, kv head)
         max_splits = num_splits(metadata.max_kv_len - tokens, config)

@@ -170,7 +170,7 @@ class CudaBackend:
     def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
         """Few new tokens here, many by the fallback."""
         if attn.head_dim not in HEAD_DIMS:
-            raise Unsupported(f"heads of {attn.head_dim} numbers, only of {HEAD_DIMS[0]} and {HEAD_DIMS[1]}")
+            raise Unsupported(f"heads of {attn.head_dim} numbers, only of {', '.join(map(str, HEAD_DIMS))}")
         return PagedDecodeAttention(self._counters, attn, rope, self._fallback.attention(attn, rope))
 
     def moe(

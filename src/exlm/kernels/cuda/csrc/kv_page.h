@@ -14,8 +14,9 @@
 //     matrix is not normalised. Keys and values are never transformed back: q is transformed instead, and the output
 //     once at the end, each by the matrix times 1/32.
 //
-// Set when compiling (-D): HEAD_DIM (64 or 128), KV_HEADS, PAGE_SIZE, K_DTYPE and V_DTYPE (above), WARPS, MIN_BLOCKS
-// (resident thread blocks of an SM), MIN_SPLIT (tokens of the smallest split), MAX_SPLITS, SOFTCAP, HAS_MASK.
+// Set when compiling (-D): HEAD_DIM (64, 128, or 256 with one n8 tile of queries), KV_HEADS, PAGE_SIZE, K_DTYPE and
+// V_DTYPE (above), WARPS, MIN_BLOCKS (resident thread blocks of an SM), MIN_SPLIT (tokens of the smallest split),
+// MAX_SPLITS, SOFTCAP, HAS_MASK.
 #pragma once
 #include "prepacked_acts.h"
 
