@@ -27,6 +27,7 @@ MAX_M64 = 64
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _REDUCE_COST = 4.0  # of a split-K reduction, in k tiles
 _CROWD_COST = 0.75  # by how much a thread block is slower for each other one on its SM
+_MIN_SM_SHARE = 0.7  # of the SMs that must be busy on average for thread blocks of eight warps
 _MAX_EARLY_BLOCKS = 3  # of an SM: more thread blocks are no faster with programmatic dependent launch
 
 
@@ -182,10 +183,16 @@ class GemmDispatch:
 
 
 def default_config(gemm: GemmM16) -> TileConfigM64:
-    """The fastest on an H200; q, k and v get small thread blocks, which divide more evenly, if there are enough."""
-    n_tiles, small = sum(weight.n_tiles for weight in gemm.weights), TileConfigM64(1, 4, 3, 4)
-    enough = n_tiles >= small.warps * gemm.modules.num_sms and not gemm.variant.act
-    return small if enough and len(gemm.weights) > 1 else TileConfigM64()
+    """The fastest on an H200: small thread blocks where large ones would divide unevenly among the SMs."""
+    large, num_sms = TileConfigM64(), gemm.modules.num_sms
+    if gemm.variant.act:
+        blocks = -(-gemm.weights[0].n_tiles // large.warps)
+        waves = -(-blocks // num_sms)
+        uneven = waves > 1 and blocks < _MIN_SM_SHARE * waves * num_sms
+        return TileConfigM64(2, 4, 2, 4) if uneven else large
+    small = TileConfigM64(1, 4, 3, 4)
+    enough = sum(weight.n_tiles for weight in gemm.weights) >= small.warps * num_sms
+    return small if enough and len(gemm.weights) > 1 else large
 
 
 def _padded(rows: int) -> int:

@@ -59,6 +59,7 @@ struct Mma {
 };
 #endif
 
+#define RMS_LANES (THREADS >= 512 ? 8 : THREADS >= 256 ? 4 : THREADS >= 128 ? 2 : 1)  // for each of up to 64 rows
 #define N8_SHARE ((N8_TILES + SPLIT_K - 1) / SPLIT_K)  // n8 tiles of rows that a thread block finishes, at most
 
 struct SplitKWorkspace {
@@ -286,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gemm_m64(
     }
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
-    RmsPartials<(THREADS > 64 ? THREADS / 64 : 1)> rms_partials;  // all rows at once
+    RmsPartials<RMS_LANES> rms_partials;  // all rows at once
     if (IN_PREPACKED && RMS_NORM) rms_partials.load(params, chain);
     const char* acts = next.acts;
     next.acts -= (long)(next.k_tile - start) * (ROWS * 256);
