@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 from exlm import CheckpointError, Config
-from exlm.families.config_attributes import RopeStyle
+from exlm.config import RopeStyle
 from tests import tiny
 from tests.checkpoint import gguf_models
 from tests.families.test_config_reader import LLAMA

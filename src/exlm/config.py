@@ -9,21 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from . import env, families, spec
 from .checkpoint import GgufFile, SafetensorsFolder
-from .errors import ConfigError, InputError, ModelNotFound, report_unknown_attribute
+from .errors import ConfigError, InputError, ModelNotFound, report_unknown_attribute, shown
 from .families import ConfigReader
-from .families.config_attributes import ConfigAttributes
-from .families.config_reader import MAX_VOCAB
+from .families.config_reader import MAX_SIZE, MAX_VOCAB
 from .families.gguf import config_from_metadata
-from .families.overrides import Overrides, apply_overrides, primary_rope
 from .formats.quantization_config import QuantizationConfig
 from .memory import memory_errors
+from .spec import Attention, Mlp, Moe, RopeScaling
 
 DEFAULT_CHUNK_SIZE = 2048
 """Default size of a prefill chunk in tokens."""
@@ -52,8 +52,50 @@ class FrozenConfig:
     quantization: QuantizationConfig | None = None
 
 
-class Config(ConfigAttributes):
-    """The description of a model, with the user's options."""
+class RopeStyle(IntEnum):
+    """Which dimensions of a head rotate as a pair: none, neighbours, or those half a head apart."""
+
+    NONE = 0
+    GPTJ = 1
+    NEOX = 2
+
+
+@dataclass(frozen=True)
+class LanguageModelParams:
+    """`config.arch.lm`: the parameters of the language model."""
+
+    requires_bos: bool  # a prompt without BOS gives nonsense
+    is_moe: bool
+    norm: str  # "rmsnorm" or "layernorm"
+    rope_style: RopeStyle
+    mlp_gate: bool
+    mlp_act_func: str
+    parallel_decoder_blocks: bool  # attention and MLP read the same input
+    swa: bool  # every layer has a sliding window
+    alternating_swa: bool  # some layers have a sliding window, others have none
+    residual_stream_fp32: bool
+    mrope: bool  # positions in three planes
+
+
+@dataclass(frozen=True)
+class ArchParams:
+    """`config.arch`."""
+
+    arch_string: str
+    lm: LanguageModelParams
+
+    @property
+    def requires_bos(self) -> bool:
+        """`lm.requires_bos`, under the name that exllamav2 had in 2024."""
+        return self.lm.requires_bos
+
+
+class Config:
+    """The description of a model, with the user's options.
+
+    What the model is, under the names that exllamav2 and config.json use, is read-only; an attribute that differs by
+    layer is the first layer's, unless it says else.
+    """
 
     def __init__(self, model_dir: str | Path | None = None) -> None:
         switches = env.legacy_switches()
@@ -115,7 +157,7 @@ class Config(ConfigAttributes):
             _check_ids(path / "config.json", key, ConfigReader(self._config_json).get(key))
         _check_ids(path / "generation_config.json", "eos_token_id", self._generation_json.get("eos_token_id"))
         self.max_seq_len = self._spec.max_positions
-        rope = primary_rope(self._spec)
+        rope = self._spec.primary_rope
         linear = rope.scaling if rope is not None and isinstance(rope.scaling, spec.LinearScaling) else None
         self.scale_pos_emb = linear.factor if linear else 1.0
         self.scale_alpha_value = 1.0
@@ -149,20 +191,11 @@ class Config(ConfigAttributes):
             raise InputError(f"config.max_output_len must be at least 1, or None; found {self.max_output_len!r}.")
         if self.load_in_q4:
             raise InputError("config.load_in_q4 is not supported: quantise the model to a real 4-bit format instead.")
-        overrides = Overrides(
-            max_seq_len=self.max_seq_len,
-            scale_pos_emb=self.scale_pos_emb or 1.0,  # old programs say None, or 0, for no scaling
-            scale_alpha=self.scale_alpha_value or 1.0,
-            rope_theta=self.rotary_embedding_base,
-            yarn_factor=self.yarn_rope_factor,
-            yarn_original=self.yarn_rope_original_max_position_embeddings,
-            active_experts=self.num_experts_per_token,
-        )
         quantization = self._read_quantization()
         is_quantized = quantization is not None or "quantization_config" in self._config_json
         return FrozenConfig(
             path=self._resolve_path(),
-            spec=apply_overrides(self.spec, overrides),
+            spec=_spec_with_options(self),
             max_seq_len=self.max_seq_len,
             max_batch_size=self.max_batch_size,
             max_input_len=self.max_input_len,
@@ -263,8 +296,228 @@ class Config(ConfigAttributes):
         return self._tensor_file_map
 
     @property
+    def architecture(self) -> str:
+        """The architecture that config.json names."""
+        return self.spec.architecture
+
+    @property
+    def arch(self) -> ArchParams:
+        """Parameters of the architecture, such as `config.arch.lm.requires_bos`."""
+        model, first = self.spec, self.spec.layers[0]
+        rope, windows = model.primary_rope, [attn.window is not None for attn in model.attentions]
+        styles = {"gptj": RopeStyle.GPTJ, "neox": RopeStyle.NEOX}
+        return ArchParams(
+            model.architecture,
+            LanguageModelParams(
+                requires_bos=model.requires_bos,
+                is_moe=self.num_experts is not None,
+                norm="rmsnorm" if model.final_norm.kind == "rms" else "layernorm",
+                rope_style=RopeStyle.NONE if rope is None else styles[rope.style],
+                mlp_gate=self._mlp.gated,
+                mlp_act_func=self._mlp.act,
+                parallel_decoder_blocks=first.parallel,
+                swa=bool(windows) and all(windows),
+                alternating_swa=any(windows) and not all(windows),
+                residual_stream_fp32=model.fp32_residual,
+                mrope=self.mrope_section is not None,
+            ),
+        )
+
+    # Sizes
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary size: rows of the embedding."""
+        return self.spec.vocab
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.spec.hidden
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.spec.layers)
+
+    @property
+    def _attention(self) -> Attention:
+        """The attention of the first layer that has one; of a model without any, one without heads."""
+        return next(iter(self.spec.attentions), Attention(0, 0, 0, None, 1.0))
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of a layer."""
+        return self._attention.heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key and value heads of a layer."""
+        return self._attention.kv_heads
+
+    @property
+    def num_key_value_groups(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_attention_heads // max(1, self.num_key_value_heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self._attention.head_dim
+
+    @property
+    def _mlp(self) -> Mlp | Moe:
+        """The MLP of the first layer that has one."""
+        return next(layer.mlp for layer in self.spec.layers if layer.mlp is not None)
+
+    @property
+    def intermediate_size(self) -> int:
+        """Intermediate size of the first MLP, or of one of its experts."""
+        return self._mlp.width
+
+    @property
+    def num_experts(self) -> int | None:
+        """Experts of a layer that has some; None where no layer has. `num_experts_per_token` is an option."""
+        experts = [layer.mlp.experts for layer in self.spec.layers if isinstance(layer.mlp, spec.Moe)]
+        return experts[0] if experts else None
+
+    # Norms, scores, scales
+
+    @property
+    def norm_eps(self) -> float:
+        """What norms add to the variance."""
+        return self.spec.final_norm.eps
+
+    @property
+    def use_qk_norm(self) -> bool:
+        """Whether queries and keys are normalised."""
+        return self._attention.qk_norm is not None
+
+    @property
+    def attn_logit_softcapping(self) -> float | None:
+        """The softcap of attention scores; None without one."""
+        return self._attention.softcap
+
+    @property
+    def final_logit_softcapping(self) -> float | None:
+        """The softcap of logits; None without one."""
+        return self.spec.head.softcap
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of the logits."""
+        return self.spec.head.scale
+
+    @property
+    def scale_emb(self) -> float:
+        """Factor of the embeddings."""
+        return self.spec.embed.scale
+
+    @property
+    def scale_depth(self) -> float:
+        """Factor of the outputs of attention and MLP before they are added."""
+        return self.spec.layers[0].residual_scale
+
+    @property
+    def norm_head(self) -> int | None:
+        """1 if the rows of the head are normalised."""
+        return 1 if self.spec.head.normalize_rows else None
+
+    @property
+    def query_pre_attn_scalar(self) -> float | None:
+        """`query_pre_attn_scalar` of config.json; attention scores are divided by its square root."""
+        return self._real("query_pre_attn_scalar", None)
+
+    @property
+    def attention_multiplier(self) -> float | None:
+        """`attention_multiplier` of config.json, the factor of attention scores."""
+        return self._real("attention_multiplier", None)
+
+    @property
+    def initializer_range(self) -> float | None:
+        """`initializer_range` of config.json, which only training uses."""
+        return self._real("initializer_range", 0.02)
+
+    # Windows and positions
+
+    @property
+    def sliding_window(self) -> int:
+        """Sliding window in tokens; 0 if no layer has one."""
+        return max((attn.window or 0 for attn in self.spec.attentions), default=0)
+
+    @property
+    def sliding_window_pattern(self) -> int:
+        """n if exactly every n-th layer has full attention and the others a window; 1 without such a pattern."""
+        full_attention = [
+            i + 1
+            for i, layer in enumerate(self.spec.layers)
+            if layer.attention is None or layer.attention.window is None
+        ]
+        if not full_attention or not self.sliding_window:
+            return 1
+        period = full_attention[0]
+        return period if full_attention == list(range(period, self.num_hidden_layers + 1, period)) else 1
+
+    @property
+    def original_max_seq_len(self) -> int:
+        """The context length of LongRoPE's short factors, else the trained length."""
+        scaling = self._scaling
+        return scaling.original_max_positions if isinstance(scaling, spec.LongRopeScaling) else self.spec.max_positions
+
+    @property
+    def alt_rope_method(self) -> str | None:
+        """The RoPE scaling: "su" (LongRoPE), "yarn", "llama3", or None for any other."""
+        named = {spec.LongRopeScaling: "su", spec.YarnScaling: "yarn", spec.Llama3Scaling: "llama3"}
+        return named.get(type(self._scaling))
+
+    @property
+    def scale_short_factor(self) -> list[float] | None:
+        """LongRoPE's factors up to `original_max_seq_len`."""
+        return list(scaling.short_factors) if isinstance(scaling := self._scaling, spec.LongRopeScaling) else None
+
+    @property
+    def scale_long_factor(self) -> list[float] | None:
+        """LongRoPE's factors beyond it."""
+        return list(scaling.long_factors) if isinstance(scaling := self._scaling, spec.LongRopeScaling) else None
+
+    @property
+    def l3_rope_factor(self) -> float | None:
+        """Llama 3's divisor of low frequencies."""
+        return scaling.factor if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
+
+    @property
+    def l3_rope_low_freq_factor(self) -> float | None:
+        """`low_freq_factor` of Llama 3's RoPE scaling."""
+        return scaling.low_freq_factor if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
+
+    @property
+    def l3_rope_high_freq_factor(self) -> float | None:
+        """`high_freq_factor` of Llama 3's RoPE scaling."""
+        return scaling.high_freq_factor if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
+
+    @property
+    def l3_rope_original_max_position_embeddings(self) -> int | None:
+        """The context length before scaling."""
+        return scaling.original_max_positions if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
+
+    @property
+    def mrope_section(self) -> list[int] | None:
+        """Frequencies of each plane of positions (time, height, width)."""
+        rope = self.spec.primary_rope
+        return list(rope.mrope_sections) if rope is not None and rope.mrope_sections else None
+
+    @property
+    def _scaling(self) -> RopeScaling | None:
+        rope = self.spec.primary_rope
+        return None if rope is None else rope.scaling
+
+    @property
     def _config_reader(self) -> ConfigReader:
         return ConfigReader(self._config_json)
+
+    def _real(self, key: str, default: float | None) -> float | None:
+        found: float | None = self._config_reader.real(key, default=default)
+        return found
 
     def _read_quantization(self) -> QuantizationConfig | None:
         """The GPTQ or AWQ configuration in config.json, or in the file that older versions wrote for it."""
@@ -293,6 +546,65 @@ class Config(ConfigAttributes):
         except (OSError, RuntimeError) as error:  # RuntimeError: `~name` of an unknown user
             reason = error.strerror if isinstance(error, OSError) else error
             raise ModelNotFound(f"{self.model_dir} cannot be looked at ({reason}).") from error
+
+
+def _spec_with_options(config: Config) -> spec.Model:
+    """The model with the user's context length, RoPE and active experts; InputError if one is impossible."""
+    model, active = config.spec, config.num_experts_per_token
+    if (limit := model.embed.learned_positions) and config.max_seq_len > limit:
+        raise InputError(
+            f"max_seq_len {config.max_seq_len} exceeds the {limit} learned positions of the model, "
+            f"which cannot be stretched. Use at most {limit}."
+        )
+    old = model.primary_rope
+    new = None if old is None else _rope_with_options(config, old)
+    # Old programs say None, or 0, for no scaling.
+    scalings = config.scale_pos_emb or 1.0, config.scale_alpha_value or 1.0
+    if new is None and (scalings != (1.0, 1.0) or config.yarn_rope_factor):
+        raise InputError(f"{model.architecture} has no rotary positions to scale.")
+
+    def change(layer: spec.Layer) -> spec.Layer:
+        if new is not None and layer.attention is not None and layer.attention.rope == old:
+            layer = layer.with_attention(lambda attn: replace(attn, rope=new))
+        if isinstance(layer.mlp, spec.Moe) and active is not None:
+            if not 1 <= active <= layer.mlp.experts:
+                raise InputError(f"num_experts_per_token must be 1 to {layer.mlp.experts}, found {active}.")
+            layer = replace(layer, mlp=replace(layer.mlp, active=active))
+        return layer
+
+    return replace(model, layers=tuple(change(layer) for layer in model.layers))
+
+
+def _rope_with_options(config: Config, rope: spec.Rope) -> spec.Rope:
+    theta = rope.theta if config.rotary_embedding_base is None else config.rotary_embedding_base
+    linear_factor, ntk_alpha = config.scale_pos_emb or 1.0, config.scale_alpha_value or 1.0
+    for name, value, most in (
+        ("scale_pos_emb", linear_factor, 1e6),
+        ("scale_alpha_value", ntk_alpha, 1e6),
+        ("rotary_embedding_base", theta, 1e38),
+    ):
+        if not isinstance(value, int | float) or not 0 < value < most:
+            raise InputError(f"config.{name} must be a number above 0, found {shown(value)}.")
+    scaling = rope.scaling
+    if isinstance(scaling, spec.LinearScaling):
+        scaling = None  # its factor is the initial value of scale_pos_emb
+    if config.yarn_rope_factor is not None:
+        scaling = _yarn_scaling(config, scaling)
+    return replace(rope, theta=theta, scaling=scaling, ntk_alpha=ntk_alpha, linear_factor=float(linear_factor))
+
+
+def _yarn_scaling(config: Config, current: spec.RopeScaling | None) -> spec.YarnScaling:
+    factor = config.yarn_rope_factor
+    if not isinstance(factor, int | float) or not 1 <= factor < 1e9:
+        raise InputError(f"config.yarn_rope_factor must be at least 1 and below 1e9, found {shown(factor)}.")
+    known = current.original_max_positions if isinstance(current, spec.YarnScaling) else config.spec.max_positions
+    original = config.yarn_rope_original_max_position_embeddings or known
+    if not isinstance(original, int | float) or not 1 <= original < MAX_SIZE:
+        raise InputError(
+            "config.yarn_rope_original_max_position_embeddings must be a length from 1 to "
+            f"{MAX_SIZE - 1}, found {shown(original)}."
+        )
+    return spec.YarnScaling.with_defaults(float(factor), int(original))
 
 
 def _model_path(path: Path) -> Path:

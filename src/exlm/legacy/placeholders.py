@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from ..config import RopeStyle as RopeStyle
 from ..errors import Unsupported
-from ..families.config_attributes import RopeStyle as RopeStyle
 
 
 class _UnavailableType(type):

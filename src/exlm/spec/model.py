@@ -428,6 +428,16 @@ class Model:
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
+    def primary_rope(self) -> Rope | None:
+        """The RoPE of the first layer with full attention, else of the first layer that has one.
+
+        Context extension changes only this one: a windowed layer (Gemma 3) attends no further than its window.
+        """
+        with_rope = [attn for attn in self.attentions if attn.rope is not None]
+        full_attention = [attn for attn in with_rope if attn.window is None]
+        return next((attn.rope for attn in full_attention or with_rope), None)
+
+    @property
     def is_recurrent(self) -> bool:
         """Whether any layer keeps a recurrent state."""
         return any(layer.state is not None for layer in self.layers)
