@@ -21,6 +21,8 @@ MB = 2**20
 MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag for a map that does not count as committed memory; Python names it from 3.13 on."""
 
+_ANONYMOUS: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+
 REMEDY = "Free memory, or raise the limit of this process (ulimit -v, or that of its container)."
 
 OUT_OF_MEMORY_TEXTS = (
@@ -66,6 +68,11 @@ def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     first_line = re.sub(r"^\[enforce fail[^\]]*\] [^.]*\. ", "", lines[0]) if lines else ""
     return first_line[:200].rstrip(". ") or type(error).__name__
+
+
+def anonymous_map(size: int) -> mmap.mmap:
+    """A private map of zeros; the system provides a page when it is written to."""
+    return mmap.mmap(-1, size, **_ANONYMOUS)
 
 
 def has_address_space(size: int) -> bool:

@@ -14,6 +14,7 @@ from exlm.formats.host_buffers import (
     MAX_IDLE_BUFFERS,
     MIN_POOLED_BYTES,
     PREFAULT_CHUNK,
+    HugePageArena,
     pooled_empty,
     prefaulted_zeros,
     release_pool,
@@ -101,3 +102,16 @@ def test_prefaulted_zeros_are_zero_and_not_shared(size: int) -> None:
     assert not bool(first.any())
     first.fill_(7)
     assert not bool(second.any())
+
+
+def test_an_arena_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole lines, all zero, none of them shared, and memory of its own for what is beyond it."""
+    monkeypatch.setattr("exlm.formats.host_buffers.MAX_HUGE_BYTES", 2**20)
+    arena = HugePageArena()
+    parts = [arena.allocate(size) for size in (1, 64, 100_000, 65, 2**20, 7)]
+    assert [len(part) for part in parts] == [1, 64, 100_000, 65, 2**20, 7]
+    for n, part in enumerate(parts, 1):
+        assert not bool(part.any())
+        part.fill_(n)
+    assert all(bool((part == n).all()) for n, part in enumerate(parts, 1))
+    assert all(part.data_ptr() % 64 == 0 for part in parts[:4])

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from exlm.errors import Unsupported
 from exlm.formats import DenseWeight
+from exlm.formats.host_buffers import HugePageArena
 from exlm.kernels.cpu import CpuBackend
-from exlm.kernels.cpu.arena import HugePageArena
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.ops import PackedEmbedding, PackedLinear
 from exlm.kernels.cpu.repack import NUMBERS_PER_OUTLIER, pack_bf12

@@ -169,7 +169,7 @@ def test_a_library_with_other_structs_is_refused(library: bindings.Library, monk
 FORKED = """
 import os, sys, torch
 from pathlib import Path
-from exlm.kernels.cpu.arena import HugePageArena
+from exlm.formats.host_buffers import HugePageArena
 from exlm.kernels.cpu.bindings import load
 from exlm.kernels.cpu.ops import PackedLinear
 from exlm.kernels.cpu.repack import repack_panels

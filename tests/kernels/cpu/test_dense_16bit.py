@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from exlm.errors import Unsupported
 from exlm.formats import DenseWeight
+from exlm.formats.host_buffers import HugePageArena
 from exlm.kernels.cpu import CpuBackend
-from exlm.kernels.cpu.arena import HugePageArena
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.repack import cast_to_16bit
 
@@ -86,16 +86,3 @@ def test_what_is_left_to_plain_torch(backend: CpuBackend) -> None:
         backend.linear(DenseWeight(torch.zeros(16, 24)))
     with pytest.raises(Unsupported, match="those of a head"):
         backend.embedding(DenseWeight(torch.zeros(16, 16, dtype=torch.float16)))
-
-
-def test_a_arena_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole lines, all zero, none of them shared, and memory of its own for what is beyond it."""
-    monkeypatch.setattr("exlm.kernels.cpu.arena.MAX_HUGE_BYTES", 2**20)
-    arena = HugePageArena()
-    parts = [arena.allocate(size) for size in (1, 64, 100_000, 65, 2**20, 7)]
-    assert [len(part) for part in parts] == [1, 64, 100_000, 65, 2**20, 7]
-    for n, part in enumerate(parts, 1):
-        assert not bool(part.any())
-        part.fill_(n)
-    assert all(bool((part == n).all()) for n, part in enumerate(parts, 1))
-    assert all(part.data_ptr() % 64 == 0 for part in parts[:4])

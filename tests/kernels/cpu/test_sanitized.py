@@ -26,11 +26,11 @@ from exlm.kernels.cpu.ops import FusedLinear, PackedEmbedding, PackedLinear, Rms
 from exlm import spec
 from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, FP8Quantizer
 from exlm.kvcache.dense import DenseLayer
-from exlm.kvcache.layer import LayerShape
+from exlm.kvcache import LayerShape
 from exlm.kernels.cpu.attention import BatchArgsCache, PagedAttention, CpuRotaryEmbedding
 from exlm.kernels.cpu.recurrent import CpuDeltaNet, CpuMamba2, CpuShortConv
 from exlm.kernels.cpu.repack import cast_to_16bit, pack_bf12, pack_16bit
-from exlm.kernels.cpu.arena import HugePageArena
+from exlm.formats.host_buffers import HugePageArena
 from exlm.kernels.interface import StateSlots
 from exlm.nn import Batch
 from tests.kernels.cpu.random_weights import RECIPES, random_weight

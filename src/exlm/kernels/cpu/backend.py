@@ -21,9 +21,9 @@ from torch import Tensor
 from ... import spec
 from ...errors import Unsupported
 from ...formats import DenseWeight, PackedWeight, Weight
+from ...formats.host_buffers import HugePageArena
 from .. import interface
 from ..reference import ReferenceBackend
-from .arena import HugePageArena
 from .attention import BatchArgsCache, CpuRotaryEmbedding, NoRotation, PagedAttention
 from .bindings import load
 from .ops import FusedLinear, PackedEmbedding, PackedLinear, PaddedLinear, RmsNorm, silu_mul

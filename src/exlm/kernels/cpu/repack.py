@@ -32,9 +32,9 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ...formats import DenseWeight, PackedWeight
+from ...formats.host_buffers import HugePageArena
 from ...formats.packed import KQuantScales, PlainScales, Scales, Segment
 from . import bindings
-from .arena import HugePageArena, copy_to_arena
 from .bindings import BF12_DTYPE, C_DTYPES, Library, address
 
 KBLOCK = 16
@@ -130,7 +130,7 @@ def _repack_segment(segment: Segment, library: Library, arena: HugePageArena) ->
     scales, scale_buffers = _factor_table(segment.scales, arena)
     minima, minimum_buffers = _factor_table(segment.minimum, arena)
     zeros, zero_buffers = _factor_table(PlainScales(zero) if isinstance(zero, Tensor) else None, arena)
-    spans = copy_to_arena(_cut_spans(group_of_kblock), arena)
+    spans = arena.copy(_cut_spans(group_of_kblock))
     struct = bindings.Segment(
         codes=codes.data_ptr(),
         scales=scales,
@@ -243,7 +243,7 @@ def _input_of_k(row_of_k: Tensor, perm: Tensor | None, arena: HugePageArena) -> 
         row_of_k = torch.where(row_of_k < 0, -1, perm.long()[row_of_k.clamp(min=0)])
     if torch.equal(row_of_k, torch.arange(len(row_of_k))):
         return None
-    return copy_to_arena(row_of_k.int(), arena)
+    return arena.copy(row_of_k.int())
 
 
 def pack_dense(weight: DenseWeight, library: Library, arena: HugePageArena) -> PackedMatrix:
@@ -271,8 +271,8 @@ def pack_bf12(data: Tensor, bias: Tensor | None, library: Library, arena: HugePa
     outliers = int(counts.sum())
     if outliers * NUMBERS_PER_OUTLIER > data.numel():
         raise Unsupported("too many of its dense numbers are far smaller than the largest")
-    units = copy_to_arena(units, arena)
-    begin = copy_to_arena(F.pad(torch.cumsum(counts, 0), (1, 0)).int(), arena)
+    units = arena.copy(units)
+    begin = arena.copy(F.pad(torch.cumsum(counts, 0), (1, 0)).int())
     index, values = torch.empty(outliers, dtype=torch.int32), torch.empty(outliers)
     bf12 = bindings.Bf12(units.data_ptr(), begin.data_ptr(), index.data_ptr(), values.data_ptr())
     codes = arena.allocate(data.numel() * BF12_BITS // 8)
