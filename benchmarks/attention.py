@@ -28,8 +28,8 @@ from exlm.kernels.cuda.module_cache import ModuleCache, compile_cached
 from exlm.kernels.interface import AttentionFn, RopeFn
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.triton import TritonBackend
+from exlm.kvcache import PAGE_SIZE, CacheLayer, LayerShape
 from exlm.kvcache.dense import DenseLayer
-from exlm.kvcache.layer import PAGE_SIZE, CacheLayer, LayerShape
 from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer
 from exlm.nn import Batch
 

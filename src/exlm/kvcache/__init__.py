@@ -7,9 +7,8 @@ import it.
 
 from collections.abc import Mapping
 
-from .base import CacheBase, CacheReplicator
+from .base import PAGE_SIZE, CacheBase, CacheLayer, CacheReplicator, LayerShape
 from .dense import Cache, CacheFP16, DenseLayer, NoCache
-from .layer import PAGE_SIZE, CacheLayer, LayerShape
 from .quantized import CacheFP8, CacheQ4, CacheQ6, CacheQ8, QuantizedLayer
 
 __all__ = [

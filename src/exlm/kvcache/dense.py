@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.interface import AttnMetadata, KVPages
-from .base import CacheBase, CacheOwner
+from .base import PAGE_SIZE, CacheBase, CacheLayer, CacheOwner, LayerShape, empty_pages, slot_mapping
 from .hadamard import to_float16_saturating
-from .layer import PAGE_SIZE, CacheLayer, LayerShape, empty_pages, slot_mapping
 
 FLOAT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..kernels.interface import AttnMetadata, KVCacheDtype, KVPages
 from . import hadamard
-from .base import CacheBase
+from .base import PAGE_SIZE, CacheBase, CacheLayer, LayerShape, empty_pages, new_token_positions, slot_mapping
 from .hadamard import GROUP_SIZE
-from .layer import PAGE_SIZE, CacheLayer, LayerShape, empty_pages, new_token_positions, slot_mapping
 
 MAX_DEQUANTIZED_NUMBERS = 1 << 22
 """Most numbers that are dequantised at a time; one page of each row is, even if it has more."""

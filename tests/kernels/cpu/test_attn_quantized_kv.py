@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from exlm import spec
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.reference import ReferenceBackend
-from exlm.kvcache.layer import LayerShape
+from exlm.kvcache import LayerShape
 from exlm.kvcache.quantized import FP8Quantizer, HadamardQuantizer, QuantizedLayer
 from exlm.nn import Batch
 

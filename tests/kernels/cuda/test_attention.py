@@ -14,7 +14,7 @@ from exlm import spec
 from exlm.kernels.cuda import attention
 from exlm.kernels.cuda.attention import PagedDecodeAttention, SplitConfig, SplitCounters, default_split_config
 from exlm.kernels.reference import ReferenceBackend, RotaryEmbedding
-from exlm.kvcache.layer import CacheLayer
+from exlm.kvcache import CacheLayer
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.prepacked_oracle import input_layout, read_back
 from tests.kernels.triton import cases

@@ -18,7 +18,7 @@ from exlm.kernels.cuda.gemm_m64 import GemmDispatch
 from exlm.kernels.cuda.module_cache import ModuleCache
 from exlm.kernels.cuda.tuning import TuneCache
 from exlm.kernels.cuda.weight_tile import unify_groups
-from exlm.kvcache.layer import CacheLayer
+from exlm.kvcache import CacheLayer
 from exlm.nn import Batch
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.random_weights import matrix, segment

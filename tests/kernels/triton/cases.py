@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from exlm import spec
+from exlm.kvcache import CacheLayer, LayerShape
 from exlm.kvcache.dense import DenseLayer
-from exlm.kvcache.layer import CacheLayer, LayerShape
 from exlm.kvcache.quantized import FP8Quantizer, HadamardQuantizer, QuantizedLayer
 from exlm.nn import Batch
 
