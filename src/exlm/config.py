@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from . import env, families, spec
-from .checkpoint import GgufFile, SafetensorsFolder
+from .checkpoint import Checkpoint, GgufCheckpoint, GgufFile, SafetensorsCheckpoint, SafetensorsFolder
 from .errors import ConfigError, InputError, ModelNotFound, report_unknown_attribute, shown
 from .families import ConfigReader
 from .families.config_reader import MAX_SIZE, MAX_VOCAB
@@ -50,6 +50,12 @@ class FrozenConfig:
     dtype: str | None
     stored_dtype: str | None
     quantization: QuantizationConfig | None = None
+
+    def open_checkpoint(self) -> Checkpoint:
+        """The weights by role; only headers are read."""
+        if self.path.is_file():
+            return GgufCheckpoint(self.path)
+        return SafetensorsCheckpoint(self.path, self.spec.names, self.quantization)
 
 
 class RopeStyle(IntEnum):

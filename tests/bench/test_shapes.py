@@ -17,7 +17,6 @@ from exlm.bench import benchmark
 from exlm.bench.benchmark import BenchmarkConfig, run
 from exlm.bench.shapes import SHAPES, Mamba, Shape
 from exlm.bench.synthetic import SyntheticCheckpoint, synthetic_format, write_model_folder
-from exlm.model.loader import open_checkpoint
 from exlm.spec.model import matrices
 
 PUBLISHED = {
@@ -86,7 +85,7 @@ def test_a_written_hybrid_loads_and_generates(tmp_path: Path, name: str, form: s
     config.device, config.dtype = "cpu", "float32"
     frozen = config.freeze()
     assert frozen.spec.is_recurrent
-    source = open_checkpoint(frozen)
+    source = frozen.open_checkpoint()
     stored = {source.describe(one.role)[0].split()[0] for one in matrices(frozen.spec) if one.role != "head"}
     assert stored | {"dense"} == {"dense", form}
     assert form in stored

@@ -20,7 +20,7 @@ def open_checkpoint(
     folder: Path, tensors: dict[str, torch.Tensor], names: TensorNames | None = None
 ) -> SafetensorsCheckpoint:
     """A checkpoint of these tensors in one file."""
-    return SafetensorsCheckpoint.open(write_safetensors(folder, tensors), names or TensorNames())
+    return SafetensorsCheckpoint(write_safetensors(folder, tensors), names or TensorNames())
 
 
 def read_weight(

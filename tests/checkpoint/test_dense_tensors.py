@@ -27,7 +27,7 @@ class TestBias:
         write_safetensors(tmp_path, {f"{Q}.weight": torch.randn(2, 3)}, "a-00001-of-00002.safetensors")
         write_safetensors(tmp_path, {f"{Q}.bias": torch.ones(2)}, "a-00002-of-00002.safetensors")
         assert (
-            read_weight(SafetensorsCheckpoint.open(tmp_path, TensorNames()), "layers.0.attn.q", 3, 2, bias=True).bias
+            read_weight(SafetensorsCheckpoint(tmp_path, TensorNames()), "layers.0.attn.q", 3, 2, bias=True).bias
             is not None
         )
 

@@ -41,7 +41,7 @@ def weight(checkpoint: GgufCheckpoint, role: str, inputs: int, outputs: int, **o
 @pytest.mark.parametrize("variant", gguf_models.VARIANTS)
 def test_every_role_comes_back(variant: str, tmp_path: Path) -> None:
     model, roles = gguf_models.write_model(tmp_path / "m.gguf", variant)
-    checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     for role, inputs, outputs, bias in matrices(model):
         assert checkpoint.has(role)
         found = weight(checkpoint, role, inputs, outputs, bias=bias)
@@ -72,7 +72,7 @@ def test_biases_of_q_and_k_are_ordered_as_their_matrices(variant: str, reordered
 
 def test_old_files_store_experts_separately(tmp_path: Path) -> None:
     model, roles = gguf_models.write_model(tmp_path / "m.gguf", "mixtral", stack=False)
-    checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     for role, inputs, outputs, _ in matrices(model):
         assert torch.equal(weight(checkpoint, role, inputs, outputs).dequantize(), roles[role].T), role
 
@@ -80,7 +80,7 @@ def test_old_files_store_experts_separately(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", ["llama", "phi3", "qwen2"])
 def test_quantised_matrices_stay_packed(variant: str, tmp_path: Path) -> None:
     model, roles = gguf_models.write_model(tmp_path / "m.gguf", variant, kind="Q8_0")
-    checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     for role, inputs, outputs, bias in matrices(model):
         found = weight(checkpoint, role, inputs, outputs, bias=bias)
         assert isinstance(found, PackedWeight)
@@ -96,11 +96,11 @@ def test_quantised_matrices_stay_packed(variant: str, tmp_path: Path) -> None:
 
 def test_bytes_of_fused_roles_add_up_to_the_tensor(tmp_path: Path) -> None:
     model, _ = gguf_models.write_model(tmp_path / "m.gguf", "phi3")
-    checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     parts = [checkpoint.describe(f"layers.0.attn.{part}")[1] for part in "qkv"]
     assert sum(parts) == checkpoint.files.tensors["blk.0.attn_qkv.weight"].nbytes
     stacked, _ = gguf_models.write_model(tmp_path / "e.gguf", "mixtral")
-    checkpoint = GgufCheckpoint.open(tmp_path / "e.gguf")
+    checkpoint = GgufCheckpoint(tmp_path / "e.gguf")
     assert checkpoint.describe("layers.0.mlp.experts.1.up") == ("dense float32", 4 * model.hidden * 96)
     assert stacked.hidden == model.hidden
 
@@ -118,7 +118,7 @@ def test_a_tensor_scale_is_applied(tmp_path: Path) -> None:
     arrays |= {"blk.0.ffn_down_exps.scale": np.array([1, 2], np.float32)}
     values = {key: one for key, one in gguf_models.metadata("mixtral").items() if key[:8] != "general."}
     write_gguf(tmp_path / "m.gguf", "llama", arrays, values, {"blk.0.attn_v.weight": kind})
-    checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     found = weight(checkpoint, "layers.0.attn.v", 64, 32).dequantize()
     assert torch.equal(found, 0.25 * torch.from_numpy(gguf.quants.dequantize(plain, kind)).T)
     for expert in range(3):
@@ -130,7 +130,7 @@ def test_a_tensor_scale_is_applied(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     model, roles = gguf_models.write_model(tmp_path / "m.gguf", "gemma", kind="Q8_0", leave_out=("output.weight",))
-    checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     assert model.head.tied
     assert not checkpoint.has("head")
     head = weight(checkpoint, "head", model.hidden, model.vocab, fallback="embed")
@@ -177,7 +177,7 @@ def _logits_of(model: spec.Model, decoder: Decoder, ids: torch.Tensor) -> torch.
 def test_a_gguf_model_gives_the_logits_of_its_folder(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path / "folder")
     model = build_spec(ConfigReader(tiny.CONFIG))
-    files = SafetensorsCheckpoint.open(folder, model.names)
+    files = SafetensorsCheckpoint(folder, model.names)
     roles = {role: files.weight(role, k, n, bias=b, dtype=F32, device=CPU) for role, k, n, b in matrices(model)}
     by_role = {role: one.dequantize().T for role, one in roles.items()}
     by_role["embed"] = files.tensor("embed", (64, 32), dtype=F32, device=CPU)
@@ -191,7 +191,7 @@ def test_a_gguf_model_gives_the_logits_of_its_folder(tmp_path: Path) -> None:
         "llama.feed_forward_length": 48,
     }
     arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}
-    converted = GgufCheckpoint.open(write_gguf(tmp_path / "m.gguf", "llama", arrays, values))
+    converted = GgufCheckpoint(write_gguf(tmp_path / "m.gguf", "llama", arrays, values))
     assert torch.equal(_logits(model, converted), _logits(model, files))
 
 
@@ -202,7 +202,7 @@ def rewrite_tensors(path: Path, variant: str, change: Any) -> GgufCheckpoint:
     change(tensors)
     values = {key: one for key, one in gguf_models.metadata(variant).items() if key != "general.architecture"}
     arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}
-    return GgufCheckpoint.open(write_gguf(path, gguf_models.VARIANTS[variant][0], arrays, values))
+    return GgufCheckpoint(write_gguf(path, gguf_models.VARIANTS[variant][0], arrays, values))
 
 
 def test_a_missing_role_is_named(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_an_unexpected_bias_is_refused_unless_zero(tmp_path: Path) -> None:
 def test_shapes_are_checked(variant: str, role: str, inputs: int, outputs: int, tmp_path: Path) -> None:
     gguf_models.write_model(tmp_path / "m.gguf", variant)
     with pytest.raises(BadTensor, match="expected shape"):
-        weight(GgufCheckpoint.open(tmp_path / "m.gguf"), role, inputs, outputs)
+        weight(GgufCheckpoint(tmp_path / "m.gguf"), role, inputs, outputs)
 
 
 def test_tensors_are_checked(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_tensors_are_checked(tmp_path: Path) -> None:
 
 def test_what_is_read_shares_no_memory_with_the_file(tmp_path: Path) -> None:
     model, roles = gguf_models.write_model(tmp_path / "m.gguf", "llama")
-    checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     up = weight(checkpoint, "layers.0.mlp.up", 64, 96, dtype=None)
     checkpoint.files.view("blk.0.ffn_up.weight").zero_()
     assert torch.equal(up.data, roles["layers.0.mlp.up"])
@@ -283,7 +283,7 @@ def test_metadata_without_widths_is_refused(missing: str, tmp_path: Path) -> Non
     values.pop(missing)
     path = write_gguf(tmp_path / "m.gguf", "llama", {"x": np.zeros(4, dtype=np.float32)}, values)
     with pytest.raises(BadFile, match=missing):
-        GgufCheckpoint.open(path)
+        GgufCheckpoint(path)
 
 
 @pytest.mark.weights
@@ -292,7 +292,7 @@ def test_smollm2(fixtures_dir: Path) -> None:
     path = os.environ.get("EXLM_SMOLLM2")
     if not path:
         pytest.skip("point EXLM_SMOLLM2 at SmolLM2-135M-Instruct.Q4_1.gguf")
-    checkpoint = GgufCheckpoint.open(path)
+    checkpoint = GgufCheckpoint(path)
     config = config_from_metadata(checkpoint.files.metadata, path, tensors=checkpoint.files.tensors)
     model = build_spec(ConfigReader(config, path))
     decoder = list(Builder(model, checkpoint, [backends_for(CPU, F32)] * (len(model.layers) + 2), 256).build())[-1]

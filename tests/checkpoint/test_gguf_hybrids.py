@@ -83,7 +83,7 @@ def test_quantised_matrices_stay_packed(name: str, tmp_path: Path) -> None:
     """Of Qwen 3.5's output projection the inputs are in another order: it gets a permutation."""
     oracle, arch = build(name, tmp_path / "model")
     path = gguf_hybrids.write(oracle, tmp_path / "m.gguf", arch, kind="Q8_0")
-    checkpoint = GgufCheckpoint.open(path)
+    checkpoint = GgufCheckpoint(path)
     spec = load(path).config.spec
     for role, inputs, outputs, bias in matrices(spec):
         weight = checkpoint.weight(role, inputs, outputs, bias=bias, dtype=torch.float32, device=CPU)

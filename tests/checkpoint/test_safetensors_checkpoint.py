@@ -266,7 +266,7 @@ class TestQuantised:
         tensors = {f"{Q}.weight": torch.ones(4, 4).to(dtype), f"{Q}.{beside}": torch.ones(4)}
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(BadTensor, match=rf"{words}[^.]*\. Take a GPTQ, AWQ, EXL2 or GGUF version"):
-            read_weight(SafetensorsCheckpoint.open(tmp_path, TensorNames()), "layers.0.attn.q", 4, 4)
+            read_weight(SafetensorsCheckpoint(tmp_path, TensorNames()), "layers.0.attn.q", 4, 4)
 
     @pytest.mark.parametrize("shape", [(), (2, 2), (0,)])
     @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ class TestQuantised:
         write_safetensors(
             tmp_path, {f"{Q}.{name}": torch.ones(size, dtype=torch.int32) for name, size in shapes.items()}
         )
-        checkpoint = SafetensorsCheckpoint.open(
+        checkpoint = SafetensorsCheckpoint(
             tmp_path, TensorNames(), QuantizationConfig(bits if bits_in_config else None)
         )
         assert checkpoint.describe("layers.0.attn.q")[0] == f"gptq {bits} bit, groups of 32"
@@ -334,7 +334,7 @@ def test_the_index_tells_which_file_is_missing(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"x": torch.ones(1)}, "a.safetensors")
     write_index(tmp_path, {"old.norm.weight": "b.safetensors", "x": "a.safetensors"})
     with pytest.raises(MissingTensor, match=r"final_norm.*'b\.safetensors', which is not in the folder"):
-        read_tensor(SafetensorsCheckpoint.open(tmp_path, names), "final_norm", (4,))
+        read_tensor(SafetensorsCheckpoint(tmp_path, names), "final_norm", (4,))
 
 
 def test_describe_does_not_mark_a_tensor_as_used(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_describe_does_not_mark_a_tensor_as_used(tmp_path: Path) -> None:
 
 
 def test_real_files(fixtures_dir: Path) -> None:
-    checkpoint = SafetensorsCheckpoint.open(fixtures_dir / "tiny-lm", TensorNames())
+    checkpoint = SafetensorsCheckpoint(fixtures_dir / "tiny-lm", TensorNames())
     info = checkpoint.files.info("model.embed_tokens.weight")
     vocab, hidden = info.shape
     embed = read_tensor(checkpoint, "embed", (vocab, hidden))
@@ -357,7 +357,7 @@ def test_real_files(fixtures_dir: Path) -> None:
     head = read_weight(checkpoint, "head", hidden, vocab, fallback="embed")
     assert head.data.shape == (vocab, hidden)
     for folder in sorted(fixtures_dir.glob("*-exl2-*")):
-        opened_exl2 = SafetensorsCheckpoint.open(folder, TensorNames())
+        opened_exl2 = SafetensorsCheckpoint(folder, TensorNames())
         assert opened_exl2.describe("layers.0.attn.q")[0].startswith("exl2 ")
         cpu = torch.device("cpu")
         head_exl2 = opened_exl2.weight("head", hidden, vocab, bias=False, dtype=None, device=cpu)

@@ -292,7 +292,7 @@ def test_a_mutated_file_is_read_correctly_or_refused(tmp_path: Path) -> None:
     for what, content in mutations.items():
         path.write_bytes(content)
         try:
-            checkpoint = SafetensorsCheckpoint.open(tmp_path, TensorNames())
+            checkpoint = SafetensorsCheckpoint(tmp_path, TensorNames())
             for role, name in roles.items():
                 wanted = tensors[name]
                 read = checkpoint.tensor(role, tuple(wanted.shape), dtype=torch.float32, device=torch.device("cpu"))

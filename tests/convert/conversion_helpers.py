@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from exlm import Config, Model, Tokenizer
-from exlm.checkpoint import open_source
 from exlm.formats import PackedWeight, PlainScales
 from exlm.formats.bits import unpack
 from exlm.spec.model import Matrix, matrices
@@ -27,7 +26,7 @@ PROJECTIONS = r"_proj\.weight"
 def dequantized_matrices(path: Path) -> dict[str, Tensor]:
     """Every matrix of a model, dequantised, with its bias."""
     frozen = Config(path).freeze()
-    source = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    source = frozen.open_checkpoint()
     found = {}
     for m in (Matrix("embed", frozen.spec.hidden, frozen.spec.vocab), *matrices(frozen.spec)):
         if m.role == "head" and not source.has("head"):

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
 from exlm import BadTensor, Config, Model, convert_model
-from exlm.checkpoint import open_source
 from exlm.convert.planners import make_plan
 from exlm.families import FAMILIES
 from exlm.formats import exl2, gptq
@@ -86,7 +85,7 @@ class Recorder(RankSource):
 
 def test_the_plan_has_what_a_model_reads(folder: Path) -> None:
     frozen = Config(folder).freeze()
-    source = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    source = frozen.open_checkpoint()
     recorder = Recorder(source)
     backends = BackendList([ReferenceBackend(torch.device("cpu"), torch.float32)])
     list(Builder(frozen.spec, recorder, [backends] * (len(frozen.spec.layers) + 2), 64).build())

@@ -32,7 +32,6 @@ from exlm.bench.synthetic import SyntheticCheckpoint, synthetic_format, write_mo
 from exlm.errors import DoesNotFit
 from exlm.generator.state_table import SLOTS_PER_SEQUENCE
 from exlm.model.devices import DeviceInfo, list_devices
-from exlm.model.loader import open_checkpoint
 from exlm.model.multiprocess import rank_devices
 from exlm.model.placement import (
     STATES_PER_SEQUENCE,
@@ -65,7 +64,7 @@ def module_bytes(model: Model, cache: CacheBase) -> list[int]:
     frozen = model.config.freeze()
     modules = estimate_modules(
         frozen,
-        open_checkpoint(frozen),
+        frozen.open_checkpoint(),
         compute_profile(frozen, [DeviceInfo("", CPU, 0)], cache.max_seq_len),
         cache.layer_bytes(),
     )
@@ -125,7 +124,7 @@ def test_gpu_split_has_gb_of_weights(folder: Path) -> None:
     model.list_devices = fake_devices(0, 0, 0)  # free memory does not matter: the user decides
     frozen = model.config.freeze()
     modules = estimate_modules(
-        frozen, open_checkpoint(frozen), compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0] * 5
+        frozen, frozen.open_checkpoint(), compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0] * 5
     )
     first = sum(module.weights for module in modules[:4]) / (1 << 30)
     model.load([first, 1])
@@ -194,7 +193,7 @@ def test_a_tied_head_gets_its_own_table_elsewhere(tmp_path: Path) -> None:
     model, frozen = Model(Config(folder)), Config(folder).freeze()
     model.list_devices = fake_devices(0, 0)
     modules = estimate_modules(
-        frozen, open_checkpoint(frozen), compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0, 0]
+        frozen, frozen.open_checkpoint(), compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0, 0]
     )
     assert modules[-1].shared == 64 * 32 * 4
     exact = sum(module.weights for module in modules)  # on one device the shared table counts once
@@ -207,7 +206,7 @@ def test_a_tied_head_gets_its_own_table_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tiny-lm", "tiny-lm-exl2-4.0bpw", "tiny-lm-gptq-g128-act", "gptqmodel-w4-g32-v2"])
 def test_the_estimate_is_what_loading_takes(fixtures_dir: Path, name: str) -> None:
     frozen = Config(fixtures_dir / name).freeze()
-    source, hidden, vocab = open_checkpoint(frozen), frozen.spec.hidden, frozen.spec.vocab
+    source, hidden, vocab = frozen.open_checkpoint(), frozen.spec.hidden, frozen.spec.vocab
     modules = estimate_modules(
         frozen, source, compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0] * len(frozen.spec.layers)
     )
@@ -330,7 +329,7 @@ def test_memory_that_is_free_is_read_from_the_system() -> None:
 
 def test_prompts_on_a_gpu_need_room_for_matrices_in_full(fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = Config(fixtures_dir / "tiny-lm-exl2-4.0bpw").freeze()
-    source, num_layers, layer = open_checkpoint(frozen), len(frozen.spec.layers), frozen.spec.layers[0]
+    source, num_layers, layer = frozen.open_checkpoint(), len(frozen.spec.layers), frozen.spec.layers[0]
     hidden, attn, width = frozen.spec.hidden, layer.attention, layer.mlp.width
     gpu = ComputeProfile(torch.float16, uses_reference=False)
     merged = estimate_modules(frozen, source, gpu, [0] * num_layers)
@@ -402,7 +401,7 @@ def test_the_workspace_of_a_recurrence_is_enough(
     model.load()
     frozen, cache = model.config.freeze(), Cache(model, batch_size=rows, max_seq_len=512)
     profile = replace(compute_profile(frozen, list_devices("cpu"), cache.num_pages * 256), sequences=rows)
-    modules = estimate_modules(frozen, open_checkpoint(frozen), profile, cache.layer_bytes())
+    modules = estimate_modules(frozen, frozen.open_checkpoint(), profile, cache.layer_bytes())
     ids = torch.arange(512 // rows).expand(rows, -1)
     cache.layers  # noqa: B018  # allocated before memory is watched
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as watched:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from exlm import Config, Model, Unsupported, spec
 from exlm.formats import DenseWeight
-from exlm.model.loader import open_checkpoint
 from exlm.parallel.shard import (
     MatrixSlice,
     ShardedSource,
@@ -150,7 +149,7 @@ def test_recurrent_models_are_not_divided_among_processes(fixtures_dir: Path, me
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) -> None:
     frozen = Config(fixtures_dir / name).freeze()
-    source = open_checkpoint(frozen)
+    source = frozen.open_checkpoint()
     for role, wide, high, bias in list(matrices(frozen.spec))[:7]:
         single = source.weight(role, wide, high, bias=bias, dtype=torch.float32, device=CPU).dequantize()
         parts = []

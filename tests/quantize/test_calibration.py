@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from exlm import Config, InputError, MissingExtra, Tokenizer
-from exlm.checkpoint import open_source
+from exlm.checkpoint import SafetensorsCheckpoint
 from exlm.quantize import calibration
 from exlm.quantize.calibration import make_calibration_ids
 from exlm.quantize.evaluate import _ids_from_file, held_out_ids
@@ -123,7 +123,7 @@ def test_bos_is_prepended_to_every_row_where_the_model_requires_it(family: str, 
     (tmp_path / "text.txt").write_text("x" * 3000)
     quant_config = QuantizeOptions(bits=4.0, calibration=str(tmp_path / "text.txt"), rows=4, length=100)
     frozen = config.freeze()
-    loader = layer_loader(frozen, open_source(folder, frozen.spec.names), 100, torch.device("cpu"))
+    loader = layer_loader(frozen, SafetensorsCheckpoint(folder, frozen.spec.names), 100, torch.device("cpu"))
     assert make_calibration_ids(config, quant_config, loader).equal(found)
     assert bool((held_out_ids(folder)[:, 0] == 1).all()) is every
     assert bool((_ids_from_file(folder, tmp_path / "text.txt", 4, 100)[:, 0] == 1).all()) is every
@@ -167,7 +167,7 @@ def test_only_the_needed_prefix_of_a_long_text_is_tokenized(
 
 def test_sampled_rows_are_repeatable_and_continue_their_prompts(folder: Path) -> None:
     frozen = Config(folder).freeze()
-    loader = layer_loader(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
+    loader = layer_loader(frozen, SafetensorsCheckpoint(folder, frozen.spec.names), 24, torch.device("cpu"))
     prompts = calibration.sample_prompts(torch.arange(3, 67).view(2, 32), 3, None)
     first = calibration.sample_rows(loader, prompts, 24, [2], 7)
     assert first.shape == (3, 24)
@@ -182,7 +182,7 @@ def test_sampled_rows_are_repeatable_and_continue_their_prompts(folder: Path) ->
 
 def test_kv_buffer_equals_one_forward_pass(folder: Path) -> None:
     frozen = Config(folder).freeze()
-    loader = layer_loader(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
+    loader = layer_loader(frozen, SafetensorsCheckpoint(folder, frozen.spec.names), 24, torch.device("cpu"))
     decoder = list(loader.build())[-1]
     ids, layers = torch.randint(3, 250, (2, 12)), [KVBuffer(12) for _ in decoder.blocks]
     parts = [decoder.forward(make_batch(ids[:, a:b], a), layers)[0] for a, b in ((0, 5), (5, 6), (6, 12))]

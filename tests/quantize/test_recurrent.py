@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from exlm import Cache, Config, Model, evaluate_model, quantize_model, spec, validate_exl2
-from exlm.checkpoint import SafetensorsFolder, open_source
+from exlm.checkpoint import SafetensorsCheckpoint, SafetensorsFolder
 from exlm.families import FAMILIES
 from exlm.kernels.interface import DeltaNetParams, Mamba2Params
 from exlm.kernels.reference import ReferenceBackend
@@ -70,7 +70,7 @@ def test_every_kind_of_matrix_is_quantised(source: Path, uninterrupted: Path) ->
     assert validate_exl2(uninterrupted) == []
     assert error(logits(source), logits(uninterrupted)) < 0.05
     frozen = Config(uninterrupted).freeze()
-    stored = open_source(uninterrupted, frozen.spec.names, frozen.quantization)
+    stored = SafetensorsCheckpoint(uninterrupted, frozen.spec.names, frozen.quantization)
     floats = {m.role.split(".", 2)[2] for m in matrices(frozen.spec) if stored.describe(m.role)[0] == "dense float16"}
     assert floats == {"delta.b", "mlp.router", "mlp.shared_gate"}
 
@@ -148,7 +148,7 @@ def test_the_report_covers_recurrent_models(source: Path, text: Path, tmp_path: 
 
 def test_buffers_with_states_equal_one_forward_pass(source: Path) -> None:
     frozen = Config(source).freeze()
-    loader = layer_loader(frozen, open_source(source, frozen.spec.names), 24, CPU)
+    loader = layer_loader(frozen, SafetensorsCheckpoint(source, frozen.spec.names), 24, CPU)
     decoder = list(loader.build())[-1]
     ids, buffers = torch.randint(3, 250, (2, 12)), KVBuffer.for_layers(frozen.spec, 2, 12, CPU)
     parts = [

@@ -275,15 +275,12 @@ class GgufCheckpoint(Checkpoint):
     description_source = "The metadata"
     files: GgufFile
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, path: str | Path) -> None:
+        """Read the header only."""
+        file = GgufFile(path)
         self._conversion = gguf_conversion(file.metadata, str(file.path))
         super().__init__(file, self._conversion.names, ("weight",))
         self._used |= set(ROPE_FACTOR_TENSORS)
-
-    @classmethod
-    def open(cls, path: str | Path) -> GgufCheckpoint:
-        """The checkpoint in a GGUF file; only headers are read."""
-        return cls(GgufFile(path))
 
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The stored type in a few words and its stored bytes, bias included, from headers alone."""

@@ -41,24 +41,15 @@ class SafetensorsCheckpoint(Checkpoint):
 
     files: SafetensorsFolder
 
-    def __init__(
-        self, files: SafetensorsFolder, names: TensorNames, quantization: QuantizationConfig | None = None
-    ) -> None:
-        """`quantization` is what the JSON beside the weights says of GPTQ or AWQ tensors."""
+    def __init__(self, folder: Path, names: TensorNames, quantization: QuantizationConfig | None = None) -> None:
+        """Read the headers only; `quantization` is what the JSON beside the weights says of GPTQ or AWQ tensors."""
         self.quantization = quantization or QuantizationConfig()
         method = self.quantization.method
         self._formats = {fmt.marker: fmt for fmt in FORMATS if fmt.quant_method in (None, method)}
-        super().__init__(files, names, tuple(self._formats))
+        super().__init__(SafetensorsFolder(folder), names, tuple(self._formats))
         self._keys_at: dict[str, list[str]] = {}  # key without its suffix → keys of all tensors there
         for key in self.names_by_key:
             self._keys_at.setdefault(key.rpartition(".")[0], []).append(key)
-
-    @classmethod
-    def open(
-        cls, folder: Path, names: TensorNames, quantization: QuantizationConfig | None = None
-    ) -> SafetensorsCheckpoint:
-        """The checkpoint in a model folder; only headers are read."""
-        return cls(SafetensorsFolder(folder), names, quantization)
 
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The stored format in a few words and its stored bytes, bias included, from headers alone."""

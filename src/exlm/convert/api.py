@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..atomic import atomic_dir, check_disk_space, check_output_dir, report_write_errors
-from ..checkpoint import open_source, save_sharded
+from ..checkpoint import save_sharded
 from ..config import Config
 from ..errors import InputError
 from ..model.loader import ProgressCallback
@@ -53,7 +53,7 @@ def convert_model(
     target_path = Path(target).expanduser()
     folder = Path(os.path.realpath(target_path))
     frozen = Config(source).freeze()
-    checkpoint = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    checkpoint = frozen.open_checkpoint()
     source_paths = [Path(os.path.realpath(path)) for path in (frozen.path, *checkpoint.files.paths)]
     check_output_dir(folder, source_paths, overwrite=overwrite)
     plan = make_plan(frozen, checkpoint, to)
@@ -81,6 +81,6 @@ def _iter_tensors(steps: Sequence[ConversionStep], progress: ProgressCallback | 
 def _check_result(folder: Path, plan: ConversionPlan) -> None:
     """Read the written folder's headers as a load would, before it is renamed to its final name."""
     frozen = Config(folder).freeze()
-    checkpoint = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    checkpoint = frozen.open_checkpoint()
     for role in plan.actions:
         checkpoint.describe(role)

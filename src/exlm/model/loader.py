@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from .. import spec
-from ..checkpoint import WeightSource, open_source
+from ..checkpoint import WeightSource
 from ..config import FrozenConfig
 from ..env import legacy_switches
 from ..kernels.dispatch import BackendList, backends_for
@@ -198,11 +198,6 @@ def kv_shapes(model: spec.Model) -> list[LayerShape]:
         return LayerShape(0 if attn is None else attn.kv_heads, 0 if attn is None else attn.head_dim, layer.state)
 
     return [shape(layer) for layer in model.layers]
-
-
-def open_checkpoint(config: FrozenConfig) -> WeightSource:
-    """Open the model's files, reading headers only."""
-    return open_source(config.path, config.spec.names, config.quantization)
 
 
 def model_dtype(config: FrozenConfig, device_infos: Sequence[DeviceInfo]) -> torch.dtype:

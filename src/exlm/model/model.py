@@ -55,7 +55,6 @@ from .loader import (
     kv_shapes,
     load_modules,
     model_dtype,
-    open_checkpoint,
     warn_about_unused_layers,
 )
 from .model_runner import PagedModelRunner
@@ -100,7 +99,7 @@ class Model:
         self.loaded = False
         self.list_devices: Callable[[str | None], list[DeviceInfo]] = list_devices
         """Lists the devices that `config.device` names; tests replace it."""
-        self.open_checkpoint: Callable[[FrozenConfig], WeightSource] = open_checkpoint
+        self.open_checkpoint: Callable[[FrozenConfig], WeightSource] = FrozenConfig.open_checkpoint
         """Opens the weights; may be replaced to read them from somewhere else."""
         self._loaded: LoadedModel | None = None
         self._runners: weakref.WeakSet[PagedModelRunner] = weakref.WeakSet()  # generators' runners

@@ -35,7 +35,7 @@ from ..parallel import Channel, Group, Message, RankDriver
 from ..parallel.workers import RankInfo, accept_workers, connect_to_driver, file_store, start_workers, torchrun_rank
 from .decoder import Decoder
 from .devices import DeviceInfo, list_devices
-from .loader import CacheOwnerInfo, LoadedModel, LoadProgress, LoadSteps, load_modules, open_checkpoint, run_to_end
+from .loader import CacheOwnerInfo, LoadedModel, LoadProgress, LoadSteps, load_modules, run_to_end
 from .placement import (
     SPLIT_REMEDY,
     DeviceBudget,
@@ -85,7 +85,7 @@ def load_parallel(
         _check_rank_memory(frozen, device_infos, budgets)
     if len(devices) == 1:
         modules = [devices[0]] * (len(frozen.spec.layers) + 2)
-        single = yield from load_modules(frozen, open_checkpoint(frozen), modules, progress)
+        single = yield from load_modules(frozen, frozen.open_checkpoint(), modules, progress)
         return replace(single, num_ranks=1)
     with _spawned_workers(name, config, devices) as (driver, store):
         loaded = yield from strategy.load(0, devices[0], progress)
@@ -187,7 +187,7 @@ def _check_rank_memory(
 ) -> None:
     """Raise `DoesNotFit` if `gpu_split` gives a rank less memory than its shard needs."""
     modules = estimate_modules(
-        frozen, open_checkpoint(frozen), compute_profile(frozen, device_infos), [0] * len(frozen.spec.layers)
+        frozen, frozen.open_checkpoint(), compute_profile(frozen, device_infos), [0] * len(frozen.spec.layers)
     )
     share = sum(module.weights + module.shared for module in modules[1:]) // len(budgets)
     for rank, budget in enumerate(budgets):

@@ -28,7 +28,7 @@ from ..parallel import (
 )
 from .decoder import Decoder
 from .devices import DeviceInfo
-from .loader import LoadedModel, LoadProgress, LoadSteps, load_modules, open_checkpoint
+from .loader import LoadedModel, LoadProgress, LoadSteps, load_modules
 
 
 class RoleShard(NamedTuple):
@@ -71,7 +71,7 @@ class TensorParallel(ParallelStrategy):
     def load(self, rank: int, device_info: DeviceInfo, progress: LoadProgress) -> LoadSteps:
         """Load all layers, with fewer heads and narrower MLPs."""
         model = self.config.spec
-        source = ShardedSource(open_checkpoint(self.config), model, rank, self.size)
+        source = ShardedSource(self.config.open_checkpoint(), model, rank, self.size)
         sharded_config = replace(self.config, spec=shard_spec(model, rank, self.size))
         device_infos = [device_info] * (len(model.layers) + 2)
         return load_modules(sharded_config, source, device_infos, progress, has_embedding=rank == 0)
@@ -106,7 +106,7 @@ class PipelineParallel(ParallelStrategy):
         first, last = self._layers_of(rank)
         model = self.config.spec
         stage_config = replace(self.config, spec=replace(model, layers=model.layers[first:last]))
-        source = LayerRangeSource(open_checkpoint(self.config), first)
+        source = LayerRangeSource(self.config.open_checkpoint(), first)
         device_infos = [device_info] * (last - first + 2)
         has_ends = {"has_embedding": rank == 0, "has_head": rank == self.size - 1}
         return load_modules(stage_config, source, device_infos, progress, **has_ends)

@@ -12,7 +12,7 @@ import torch
 
 from .. import spec
 from ..atomic import check_disk_space, check_output_dir
-from ..checkpoint import WeightSource, open_source
+from ..checkpoint import WeightSource
 from ..config import Config, FrozenConfig
 from ..convert.api import DEFAULT_SHARD_BYTES
 from ..errors import InputError, Unsupported
@@ -85,7 +85,7 @@ def quantize_model(
     )
     output = pipeline.OutputOptions(Path(os.path.realpath(Path(target).expanduser())), shard_bytes, overwrite, report)
     frozen = model_config.freeze()
-    weights = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    weights = frozen.open_checkpoint()
     reads = [Path(os.path.realpath(path)) for path in (frozen.path, *weights.files.paths)]
     check_output_dir(output.folder, reads, overwrite=overwrite)
     if shard_bytes < 1:

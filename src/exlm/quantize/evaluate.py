@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint import open_source
 from ..config import Config
 from ..errors import InputError, MissingExtra
 from ..kvcache import PAGE_SIZE, Cache
@@ -162,7 +161,7 @@ class _LayerwiseModel:
 
     def __init__(self, path: str | Path, length: int, device: torch.device) -> None:
         self.frozen = Config(path).freeze()
-        self.source = open_source(self.frozen.path, self.frozen.spec.names, self.frozen.quantization)
+        self.source = self.frozen.open_checkpoint()
         self.loader = layer_loader(self.frozen, self.source, length, device)
         self.states: list[Tensor] = []
 
@@ -205,7 +204,7 @@ def _compare_logits(models: list[_LayerwiseModel], rows: list[Tensor]) -> tuple[
 def bits_per_weight(path: Path) -> tuple[float, tuple[float, ...]]:
     """Stored bits per weight of the layers' matrices, in all and by layer; reads headers only."""
     frozen = Config(path).freeze()
-    source = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    source = frozen.open_checkpoint()
     bits, weights = [0] * len(frozen.spec.layers), [0] * len(frozen.spec.layers)
     for m in quantized_matrices(frozen.spec):
         layer = int(m.role.split(".")[1])

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint import WeightSource, open_source
+from ..checkpoint import WeightSource
 from ..config import Config, FrozenConfig
 from ..convert.plan import ConversionPlan
 from ..errors import InputError
@@ -531,7 +531,7 @@ def write(ctx: QuantContext, output: OutputOptions) -> Iterator[Path]:
 def _check_written(hidden: Path, ctx: QuantContext) -> None:
     """Open the written model: every matrix must be found in the new format."""
     frozen = Config(hidden).freeze()
-    source = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    source = frozen.open_checkpoint()
     for role in ctx.matrices:
         form, _ = source.describe(role)
         if not form.startswith(ctx.options.method):
