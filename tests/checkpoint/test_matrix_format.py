@@ -12,8 +12,8 @@ from torch import Tensor
 from exlm.checkpoint import safetensors_checkpoint
 from exlm.errors import BadTensor, Unsupported
 from exlm.formats import DENSE, FORMATS, MatrixFormat, PackedWeight, PlainScales, Segment
-from exlm.formats.bits import pack
 from exlm.formats.matrix_format import require_tensor
+from exlm.formats.packed import pack
 from exlm.formats.quantization_config import QuantizationConfig
 from tests.checkpoint.checkpoint_helpers import CPU, Q, open_checkpoint
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exlm import Config, Model, Tokenizer
 from exlm.formats import PackedWeight, PlainScales
-from exlm.formats.bits import unpack
+from exlm.formats.packed import unpack
 from exlm.spec.model import Matrix, matrices
 from tests import tiny
 from tests.model.random_quantized import random_gptq, replace_matrices

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from exlm.errors import BadTensor, CheckpointError, MissingTensor, Unsupported
 from exlm.formats import Exl2Scales, PackedWeight, PlainScales, Segment, exl2
-from exlm.formats.bits import pack
+from exlm.formats.packed import pack
 from tests.formats import oracles
 from tests.formats.corrupt_tensors import Corruption, drop_tensor, replace_number, replace_tensor
 from tests.formats.oracles import Tensors

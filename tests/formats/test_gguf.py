@@ -16,8 +16,7 @@ from torch import Tensor
 from exlm.errors import BadTensor, MissingExtra
 from exlm.formats import DenseWeight, PackedWeight
 from exlm.formats import gguf as module
-from exlm.formats.bits import pack_last_dim
-from exlm.formats.gguf import BLOCK_LAYOUTS, GGUF_TYPES, read
+from exlm.formats.gguf import BLOCK_LAYOUTS, GGUF_TYPES, pack_last_dim, read
 
 FLOAT16_OFFSETS = {
     "Q4_0": (0,),
@@ -114,7 +113,7 @@ def test_shares_no_memory_with_the_file() -> None:
 
 @given(bits=st.integers(2, 8), columns=st.integers(1, 4), turns=st.integers(1, 4), data=st.data())
 def test_pack_last_dim_equals_bits_pack(bits: int, columns: int, turns: int, data: st.DataObject) -> None:
-    from exlm.formats.bits import pack
+    from exlm.formats.packed import pack
 
     seed = data.draw(st.integers(0, 2**32))
     generator = torch.Generator().manual_seed(seed)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from exlm.errors import BadTensor, CheckpointError, MissingTensor, Unsupported
 from exlm.formats import Exl2Scales, PackedWeight, PlainScales, gptq
-from exlm.formats.bits import pack_rows
 from exlm.formats.gptq import QuantizationConfig
+from exlm.formats.packed import pack_rows
 from tests.formats import oracles
 from tests.formats.corrupt_tensors import Corruption, drop_tensor, replace_number, replace_tensor
 from tests.formats.oracles import Tensors

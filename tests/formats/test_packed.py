@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exlm.errors import InputError
 from exlm.formats import Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment
-from exlm.formats.bits import pack, unpack
+from exlm.formats.packed import pack, unpack
 from tests.formats.oracles import random_scales, round_to_float16
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from exlm.formats import Exl2Scales, PackedWeight, PlainScales, Segment
-from exlm.formats.bits import pack
+from exlm.formats.packed import pack
 
 
 def random_gptq(inputs: int, outputs: int, group: int = 32) -> PackedWeight:

@@ -141,7 +141,7 @@ def test_head_norms_may_be_stored_for_each_head(tmp_path: Path) -> None:
 def test_awq(tmp_path: Path) -> None:
     def write(weight: PackedWeight) -> dict[str, Tensor]:
         """AWQ's packing: eight columns of a row in its own order, lowest nibble first."""
-        from exlm.formats.bits import unpack
+        from exlm.formats.packed import unpack
 
         segment = weight.segments[0]
         assert isinstance(segment.zero, Tensor)

@@ -19,9 +19,9 @@ from torch import Tensor
 from .. import spec
 from ..errors import InputError
 from ..formats import DenseWeight, Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment, Weight
-from ..formats.bits import num_words
 from ..formats.exl2 import BIT_WIDTHS
 from ..formats.gguf import BLOCK_LAYOUTS, BlockLayout
+from ..formats.packed import num_words
 from ..spec.model import matrices
 from ..spec.tensor_names import RowRange
 from .shapes import FORMATS, Shape, Values

@@ -24,7 +24,7 @@ from ..config import FrozenConfig
 from ..errors import Unsupported
 from ..formats import FORMATS, Weight, exl2, gptq
 from ..formats.awq import NIBBLE_COLUMNS
-from ..formats.bits import WORD_BITS, unpack_rows
+from ..formats.packed import WORD_BITS, unpack_rows
 from ..formats.quantization_config import QuantizationConfig
 from ..spec.model import Matrix
 from ..spec.tensor_names import RowRange, TensorLocation

@@ -8,8 +8,7 @@ import it.
 
 from . import awq, exl2, gptq
 from .matrix_format import DENSE, MatrixFormat
-from .packed import Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment
-from .weight import DenseWeight, Range, Weight
+from .packed import DenseWeight, Exl2Scales, KQuantScales, PackedWeight, PlainScales, Range, Scales, Segment, Weight
 
 __all__ = [
     "DENSE",

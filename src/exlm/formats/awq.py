@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .bits import pack
 from .gptq import TENSORS, collapse_zeros, describe, read_scales, sequential_group_sizes
 from .matrix_format import MatrixFormat, bad_tensor, check_features, require_tensor
-from .packed import PackedWeight, PlainScales, Segment
+from .packed import PackedWeight, PlainScales, Segment, pack
 from .quantization_config import AWQ_BITS, QuantizationConfig
 
 BITS = 4

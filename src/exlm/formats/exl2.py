@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .bits import WORD_BITS, pack, pack_rows, unpack_rows
 from .matrix_format import (
     INDEX_DTYPES,
     MatrixFormat,
@@ -33,7 +32,7 @@ from .matrix_format import (
     check_range,
     require_tensor,
 )
-from .packed import Exl2Scales, PackedWeight, Segment
+from .packed import WORD_BITS, Exl2Scales, PackedWeight, Segment, pack, pack_rows, unpack_rows
 from .quantization_config import QuantizationConfig
 
 TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .bits import WORD_BITS, pack, pack_rows, unpack, unpack_rows
 from .matrix_format import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -32,7 +31,7 @@ from .matrix_format import (
     check_range,
     require_tensor,
 )
-from .packed import PackedWeight, PlainScales, Segment
+from .packed import WORD_BITS, PackedWeight, PlainScales, Segment, pack, pack_rows, unpack, unpack_rows
 from .quantization_config import GPTQ_BITS, QuantizationConfig
 
 TENSORS = ("qweight", "qzeros", "scales", "g_idx")

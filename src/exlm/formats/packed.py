@@ -1,8 +1,9 @@
-"""`PackedWeight`: the one in-memory form of every quantised matrix, be it EXL2, GPTQ, AWQ or GGUF.
+"""What a stored matrix is: the protocol `Weight`, plain floats (`DenseWeight`), and everything else (`PackedWeight`).
 
-W has `in_features` rows (the K dimension) and `out_features` columns (N). Its rows are stored in the order of
-`perm` and cut into segments, runs of one bit width; a segment is cut into groups of neighbouring rows, which
-share a scale, a zero point and a minimum (an offset) in each column:
+`PackedWeight` is the one in-memory form of every quantised matrix, be it EXL2, GPTQ, AWQ or GGUF. W has `in_features`
+rows (the K dimension) and `out_features` columns (N). Its rows are stored in the order of `perm` and cut into segments,
+runs of one bit width; a segment is cut into groups of neighbouring rows, which share a scale, a zero point and a
+minimum (an offset) in each column:
 
       perm       codes, a bit stream down each column      one row of each table per group
       (K,)             columns n = 0 … N-1                 scale   zero   minimum  (groups, N)
@@ -18,10 +19,12 @@ share a scale, a zero point and a minimum (an offset) in each column:
 
     W[perm[i], n] = (value(code[i, n]) - zero[g, n]) · scale[g, n] - minimum[g, n]     g: the group of row i
 
-A code is an unsigned integer of the segment's width; `value` is the code itself, or its entry in the
-segment's codebook (GGUF's IQ4 types). EXL2 has several segments and a permutation, and its zero points are
-2^(bits-1); GPTQ has one segment, and a permutation for act-order; AWQ and GGUF have one segment and no
-permutation. Only GGUF has minimums.
+A code is an unsigned integer of the segment's width; `value` is the code itself, or its entry in the segment's codebook
+(GGUF's IQ4 types). EXL2 has several segments and a permutation, and its zero points are 2^(bits-1); GPTQ has one
+segment, and a permutation for act-order; AWQ and GGUF have one segment and no permutation. Only GGUF has minimums.
+
+Codes of 2 to 8 bits are a little-endian bit stream: code i of width b takes bits i·b to (i+1)·b of its column's 32-bit
+words, lowest bit first, and may cross a word border. Kernels repack the codes for themselves.
 
 Kernels know only this form, so a new scalar-quantised format costs one reader. `dequantize()` defines what
 the bits mean, with the roundings that each format prescribes: it is the oracle of every kernel.
@@ -29,17 +32,95 @@ the bits mean, with the roundings that each format prescribes: it is the oracle 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .bits import num_words, pack, unpack
-from .weight import Range
+
+WORD_BITS = 32
+
+Range = tuple[int, int]
+
+
+# -- codes -----------------------------------------------------------------------------------------
+
+
+def num_words(length: int, bits: int) -> int:
+    """Words that `length` values need in each column."""
+    return -(-length * bits // WORD_BITS)
+
+
+def unpack(words: Tensor, bits: int, length: int) -> Tensor:
+    """(words, columns) int32 → (rows, columns) uint8."""
+    _check_words(words, bits, length)
+    period_words, period_values = _repeat_period(bits)
+    mask = (1 << bits) - 1
+    out = torch.empty(length, words.shape[1], dtype=torch.uint8, device=words.device)
+    for i in range(min(period_values, length)):
+        target = out[i::period_values]
+        word, shift = divmod(i * bits, WORD_BITS)
+        value = words[word::period_words][: len(target)] >> shift
+        if shift + bits > WORD_BITS:
+            # The shift is arithmetic: mask the copies of the sign bit.
+            value &= (1 << (WORD_BITS - shift)) - 1
+            value |= words[word + 1 :: period_words][: len(target)] << (WORD_BITS - shift)
+        target.copy_(value.bitwise_and_(mask))
+    return out
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """(rows, columns) of whole numbers below 2^bits → (words, columns) int32; the last word ends in zeros."""
+    rows, columns = values.shape
+    if values.numel():
+        low, high = (int(edge) for edge in values.aminmax())
+        if low < 0 or high >> bits:
+            raise InputError(f"{high if low >= 0 else low} does not fit {bits} bits.")
+    period_words, period_values = _repeat_period(bits)
+    out = torch.zeros(num_words(rows, bits), columns, dtype=torch.int32, device=values.device)
+    for i in range(min(period_values, rows)):
+        source = values[i::period_values].to(torch.int32)
+        word, shift = divmod(i * bits, WORD_BITS)
+        out[word::period_words][: len(source)] |= source << shift
+        if shift + bits > WORD_BITS:
+            out[word + 1 :: period_words][: len(source)] |= source >> (WORD_BITS - shift)
+    return out
+
+
+def unpack_rows(words: Tensor, bits: int, columns: int) -> Tensor:
+    """(rows, words) int32 with a bit stream along each row → (rows, columns) uint8."""
+    if 8 % bits:
+        return unpack(words.T, bits, columns).T.contiguous()
+    # No value crosses a byte: byte after byte is many times faster than column after column.
+    _check_words(words.T, bits, columns)
+    data, mask = words.reshape(-1).view(torch.uint8).view(len(words), -1), (1 << bits) - 1
+    values = torch.stack([(data >> shift) & mask for shift in range(0, 8, bits)], 2)
+    return values.view(len(words), -1)[:, :columns].contiguous()
+
+
+def pack_rows(values: Tensor, bits: int) -> Tensor:
+    """(rows, columns) of whole numbers below 2^bits → (rows, words) int32, a bit stream along each row."""
+    return pack(values.T, bits).T.contiguous()
+
+
+def _check_words(words: Tensor, bits: int, length: int) -> None:
+    if words.dtype is not torch.int32 or words.dim() != 2 or words.shape[0] != num_words(length, bits):
+        raise InputError(
+            f"{length} values of {bits} bits need ({num_words(length, bits)}, columns) words of int32, "
+            f"found {words.dtype} of shape {tuple(words.shape)}."
+        )
+
+
+def _repeat_period(bits: int) -> tuple[int, int]:
+    """After how many words the bit positions of values repeat, and how many values those words hold."""
+    period_words = bits // math.gcd(bits, WORD_BITS)
+    return period_words, period_words * WORD_BITS // bits
+
 
 # -- scales ----------------------------------------------------------------------------------------
 
@@ -153,6 +234,83 @@ class KQuantScales(Scales):
 
 
 # -- weights ---------------------------------------------------------------------------------------
+
+
+class Weight(Protocol):
+    """A matrix of `in_features` by `out_features` (y = x @ W + bias) in some stored form."""
+
+    @property
+    def in_features(self) -> int:
+        """Rows of W: the width of x."""
+        ...
+
+    @property
+    def out_features(self) -> int:
+        """Columns of W: the width of y."""
+        ...
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Added to y, shape (out_features,)."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, bias included."""
+        ...
+
+    def describe(self) -> str:
+        """The stored form in a few words for `exlm info`: `dense float16`, `exl2 4.1 bit`."""
+        ...
+
+    def dequantize(self) -> Tensor:
+        """W itself, (in_features, out_features): floats in their stored dtype, codes in that of their format."""
+        ...
+
+    def split(self, dim: int, ranges: Sequence[Range]) -> list[Self]:
+        """Cut along inputs (dim 0: only the first piece keeps the bias) or outputs (dim 1)."""
+        ...
+
+    def to(self, device: torch.device) -> Self:
+        """The same weight on another device."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class DenseWeight:
+    """A matrix of plain floats of any precision, kept as files store it: (out_features, in_features).
+
+    `split` gives views into the same memory.
+    """
+
+    data: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        return int(self.data.shape[1])
+
+    @property
+    def out_features(self) -> int:
+        return int(self.data.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def describe(self) -> str:
+        return f"dense {str(self.data.dtype).removeprefix('torch.')}"
+
+    def dequantize(self) -> Tensor:
+        return self.data.T
+
+    def split(self, dim: int, ranges: Sequence[Range]) -> list[DenseWeight]:
+        if dim == 1:
+            return [DenseWeight(self.data[a:b], None if self.bias is None else self.bias[a:b]) for a, b in ranges]
+        return [DenseWeight(self.data[:, a:b], None if n else self.bias) for n, (a, b) in enumerate(ranges)]
+
+    def to(self, device: torch.device) -> DenseWeight:
+        return DenseWeight(self.data.to(device), None if self.bias is None else self.bias.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,7 +471,6 @@ class PackedWeight:
         return out
 
     def split(self, dim: int, ranges: Sequence[Range]) -> list[PackedWeight]:
-        """Cut along inputs (dim 0: only the first piece keeps the bias) or outputs (dim 1)."""
         length, what = (self.out_features, "outputs") if dim == 1 else (self.in_features, "inputs")
         for a, b in ranges:
             if not 0 <= a < b <= length:
@@ -342,7 +499,6 @@ class PackedWeight:
         )
 
     def to(self, device: torch.device) -> PackedWeight:
-        """The same weight on another device."""
         return self.map(lambda tensor: tensor.to(device))
 
     def _take_inputs(self, a: int, b: int, *, keep_bias: bool) -> PackedWeight:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Exl2Scales, PackedWeight, PlainScales, Segment
-from ..formats.bits import pack
+from ..formats.packed import pack
 from .allocation import QuantGroup
 from .coordinate_descent import descend_one_sided, descend_two_sided
 from .cuda_graphs import GRAPHS

@@ -28,8 +28,8 @@ from ..convert.plan import ConversionPlan, vector_specs
 from ..convert.planners import make_plan
 from ..convert.side_files import CONFIG_FILE, QUANTIZATION_FILES, SideFiles, json_bytes, side_files
 from ..errors import InputError
-from ..formats.bits import WORD_BITS
 from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS, TENSORS
+from ..formats.packed import WORD_BITS
 from ..spec.model import Matrix, matrices
 from .allocation import quantized_matrices
 

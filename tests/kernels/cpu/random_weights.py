@@ -8,8 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exlm.formats.bits import pack
-from exlm.formats.packed import Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment
+from exlm.formats.packed import Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment, pack
 
 IQ4_CODEBOOK = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exlm.errors import Unsupported
-from exlm.formats.bits import pack
 from exlm.formats.host_buffers import HugePageArena
-from exlm.formats.packed import PackedWeight, PlainScales, Segment
+from exlm.formats.packed import PackedWeight, PlainScales, Segment, pack
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.ops import PackedEmbedding, PackedLinear
 from exlm.kernels.cpu.repack import repack_panels

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from exlm.formats.bits import pack
-from exlm.formats.packed import PackedWeight, PlainScales, Segment
+from exlm.formats.packed import PackedWeight, PlainScales, Segment, pack
 
 KINDS: dict[str, tuple[list[tuple[int, list[int]]], int, bool, bool]] = {
     "4 bits": ([(4, [128] * 4)], 64, False, False),

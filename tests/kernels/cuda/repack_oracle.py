@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exlm.formats import PackedWeight
-from exlm.formats.bits import unpack
-from exlm.formats.packed import Segment
+from exlm.formats.packed import Segment, unpack
 from exlm.kernels.cuda import repack as cuda
 from exlm.kernels.cuda.repack import MAX_F16, RepackJob
 from exlm.kernels.cuda.weight_tile import BIT_PLANES, TILE_K, TILE_N, MmaWeight, TileLayout, num_digits

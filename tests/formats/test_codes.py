@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm.errors import InputError
-from exlm.formats.bits import num_words, pack, pack_rows, unpack, unpack_rows
+from exlm.formats.packed import num_words, pack, pack_rows, unpack, unpack_rows
 from tests.formats.oracles import random_words, read_bit_stream
 
 VECTORS = [
