@@ -27,7 +27,7 @@ from exlm import spec
 from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, FP8Quantizer
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache import LayerShape
-from exlm.kernels.cpu.attention import BatchArgsCache, PagedAttention, CpuRotaryEmbedding
+from exlm.kernels.cpu.ops import BatchArgsCache, PagedAttention, CpuRotaryEmbedding
 from exlm.kernels.cpu.recurrent import CpuDeltaNet, CpuMamba2, CpuShortConv
 from exlm.kernels.cpu.repack import cast_to_16bit, pack_bf12, pack_16bit
 from exlm.formats.host_buffers import HugePageArena

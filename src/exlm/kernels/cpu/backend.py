@@ -24,9 +24,19 @@ from ...formats import DenseWeight, PackedWeight, Weight
 from ...formats.host_buffers import HugePageArena
 from .. import interface
 from ..reference import ReferenceBackend
-from .attention import BatchArgsCache, CpuRotaryEmbedding, NoRotation, PagedAttention
 from .bindings import load
-from .ops import FusedLinear, PackedEmbedding, PackedLinear, PaddedLinear, RmsNorm, silu_mul
+from .ops import (
+    BatchArgsCache,
+    CpuRotaryEmbedding,
+    FusedLinear,
+    NoRotation,
+    PackedEmbedding,
+    PackedLinear,
+    PaddedLinear,
+    PagedAttention,
+    RmsNorm,
+    silu_mul,
+)
 from .recurrent import CpuDeltaNet, CpuMamba2, CpuShortConv
 from .repack import FLOAT_TILE_N, PackedMatrix, pack_dense, repack_panels
 
