@@ -26,6 +26,8 @@ from exlm.bench.synthetic import (
 from exlm.checkpoint import save_sharded
 from exlm.formats import DenseWeight, PackedWeight, exl2, gptq
 
+from .stored_tensors import floats, matrices, norm_values, other_names
+
 SHARD_BYTES = 512 * 2**20
 DONE = "synthetic.json"  # describes the model in the folder; written last
 LLAMA_7B = SHAPES["llama-2-7b"]
@@ -87,18 +89,19 @@ def _tensors(shape: Shape, fmt: FileFormat, shared_layers: bool) -> Iterator[tup
             yield f"{name}.{suffix}", tensor
 
     def layer(number: int) -> Iterator[tuple[str, Tensor]]:
-        for name, inputs, outputs in shape.matrices(number):
+        for name, inputs, outputs in matrices(shape, number):
             yield from matrix(name, inputs, outputs)
-        for name, sizes, values in shape.floats(number):
+        for name, sizes, values in floats(shape, number):
             yield name, random.vector(sizes, values)
 
     made: dict[object, list[tuple[str, Tensor]]] = {}  # by the layer's tensors
-    yield shape.embed_name, random.floats(shape.vocab, shape.hidden, 1.0)
+    names = other_names(shape)
+    yield names.embed, random.floats(shape.vocab, shape.hidden, 1.0)
     for number in range(shape.layers):
-        kind = (*shape.matrices(number), *shape.floats(number))
+        kind = (*matrices(shape, number), *floats(shape, number))
         if shared_layers and kind not in made:
             made[kind] = list(layer(number))
         for name, tensor in made[kind] if shared_layers else layer(number):
-            yield shape.layer_prefix.format(number) + name, tensor
+            yield names.layer.format(number) + name, tensor
     yield from matrix("lm_head", shape.hidden, shape.vocab, head=True)
-    yield shape.final_norm_name, random.vector([shape.hidden], shape.norm_values)
+    yield names.final_norm, random.vector([shape.hidden], norm_values(shape))

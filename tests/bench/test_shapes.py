@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import stored_tensors
 from benchmarks.synthetic import write_dense, write_exl2, write_gptq
 from exlm import Cache, Config, Generator, Model, Settings, Tokenizer
 from exlm.bench import benchmark
@@ -57,8 +58,8 @@ def scaled_down(name: str) -> Shape:
 def num_stored_weights(shape: Shape) -> tuple[int, int]:
     """The numbers in the stored tensors: in matrices of layers, and in all tensors."""
     layers = range(shape.layers)
-    packed = sum(one.inputs * one.outputs for i in layers for one in shape.matrices(i))
-    floats = [one for i in layers for one in shape.floats(i)]
+    packed = sum(one.inputs * one.outputs for i in layers for one in stored_tensors.matrices(shape, i))
+    floats = [one for i in layers for one in stored_tensors.floats(shape, i)]
     in_matrices = packed + sum(math.prod(one.shape) for one in floats if one.values == "matrix")
     tables = shape.vocab * shape.hidden * (1 if shape.tied else 2)
     return in_matrices, packed + sum(math.prod(one.shape) for one in floats) + tables + shape.hidden
@@ -127,7 +128,10 @@ def test_a_stored_matrix_of_several_is_quantised_as_one(tmp_path: Path) -> None:
     shape = scaled_down("qwen3.5-27b")
     model = Config(write_model_folder(tmp_path, shape, 64)).freeze().spec
     made, checkpoint = synthetic_format("exl2"), SyntheticCheckpoint(model, synthetic_format("exl2"))
-    sizes = {one.name: (one.inputs, one.outputs) for one in (*shape.matrices(0), *shape.matrices(3))}
+    sizes = {
+        one.name: (one.inputs, one.outputs)
+        for one in (*stored_tensors.matrices(shape, 0), *stored_tensors.matrices(shape, 3))
+    }
     for name, roles in (
         ("linear_attn.in_proj_qkv", ("layers.0.delta.q", "layers.0.delta.k", "layers.0.delta.v")),
         ("self_attn.q_proj", ("layers.3.attn.q", "layers.3.attn.gate")),
@@ -147,10 +151,10 @@ def test_bytes_per_step_count_active_experts_only() -> None:
     shape, packed = SHAPES["tiny-moe"], synthetic_format("exl2")
     prompt, *_ = run(BenchmarkConfig(shape="tiny-moe", device="cpu", contexts=(8,), prompt=16, tokens=4)).rows
     read = packed.nbytes(shape.hidden, shape.vocab, True)
-    for name, inputs, outputs in shape.matrices():
+    for name, inputs, outputs in stored_tensors.matrices(shape):
         nbytes = packed.nbytes(inputs, outputs, False) * shape.layers
         read += nbytes // 2 if ".experts." in name else nbytes  # two of four
-    for _, sizes, values in shape.floats():
+    for _, sizes, values in stored_tensors.floats(shape):
         read += 2 * math.prod(sizes) * shape.layers if values == "matrix" else 0
     assert prompt.bytes_read == read
     assert prompt.tokens_per_second is not None

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import stored_tensors
 from exlm import InputError
 from exlm.bench.shapes import SHAPES
 from exlm.bench.synthetic import RandomTensors, SyntheticCheckpoint, SyntheticExl2, SyntheticFormat, synthetic_format
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 def test_exl2_has_the_requested_bits(name: str, bits: float) -> None:
     made = SyntheticExl2(bits)
     stored = numbers = 0
-    for _, inputs, outputs in SHAPES[name].matrices():
+    for _, inputs, outputs in stored_tensors.matrices(SHAPES[name]):
         segments = made.segments(inputs, outputs, head=False)
         assert sum(sum(sizes) for _, sizes in segments) == inputs
         widths = [width for width, _ in segments]
@@ -32,7 +33,7 @@ def test_exl2_has_the_requested_bits(name: str, bits: float) -> None:
 
 def test_a_7b_at_4_1_bits_reads_as_many_bytes_as_exllamav2() -> None:
     shape, made = SHAPES["llama-2-7b"], SyntheticExl2()
-    layers = sum(made.nbytes(inputs, outputs, head=False) for _, inputs, outputs in shape.matrices())
+    layers = sum(made.nbytes(inputs, outputs, head=False) for _, inputs, outputs in stored_tensors.matrices(shape))
     total = shape.layers * layers + made.nbytes(shape.hidden, shape.vocab, head=True)
     assert total / 1e9 == pytest.approx(3.46, rel=0.02)
 

@@ -1,36 +1,12 @@
-"""Sizes of known models, as in their config.json and their files, and the formats of random weights. Imports no torch.
-
-A shape names every stored tensor: matrices, which tools quantise one by one, and floats, which they leave alone. A
-stored matrix may hold several of the model's, as `in_proj_qkv` does.
-"""
+"""Sizes of known models, as in their config.json, and the formats of random weights. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 FORMATS = {"exl2": 4.1, "gptq": 4.0, "gguf": 4.5, "dense": 16.0}
 """Formats of random weights, and the default bits per weight of each."""
-
-Values = Literal["one", "zero", "conv", "a_log", "dt_bias", "matrix"]
-"""What random floats are like: near one or zero, a convolution's, a recurrence's log decay or time step, a matrix's."""
-
-
-class StoredMatrix(NamedTuple):
-    """A matrix; its name within the layer has no suffix."""
-
-    name: str
-    inputs: int
-    outputs: int
-
-
-class StoredFloats(NamedTuple):
-    """A tensor that no tool quantises; its name within the layer has its suffix."""
-
-    name: str
-    shape: tuple[int, ...]
-    values: Values = "one"
 
 
 @dataclass(frozen=True)
@@ -45,17 +21,14 @@ class Shape:
     vocab: int
     positions: int = 4096
     theta: float = 10000.0
+    head: int = field(default=0, kw_only=True)  # width of one head; 0: hidden / heads
 
-    embed_name: ClassVar[str] = "model.embed_tokens.weight"
-    final_norm_name: ClassVar[str] = "model.norm.weight"
-    layer_prefix: ClassVar[str] = "model.layers.{}."
     tied: ClassVar[bool] = False
-    norm_values: ClassVar[Values] = "one"  # "zero" where norms are stored less one
 
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self.hidden // self.heads
+        return self.head or self.hidden // self.heads
 
     def config(self) -> dict[str, Any]:
         """config.json."""
@@ -78,38 +51,6 @@ class Shape:
             "eos_token_id": 2,
         }
 
-    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
-        """The matrices of a layer that tools quantise, as files order them."""
-        yield from self.gated_mlp("mlp.", self.mlp)
-        yield from self.attention()
-
-    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
-        """The other tensors of a layer."""
-        yield StoredFloats("input_layernorm.weight", (self.hidden,), self.norm_values)
-        yield StoredFloats("post_attention_layernorm.weight", (self.hidden,), self.norm_values)
-
-    def attention(self) -> Iterator[StoredMatrix]:
-        """`matrices` of the attention only."""
-        hidden, wide, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        yield StoredMatrix("self_attn.k_proj", hidden, kv)
-        yield StoredMatrix("self_attn.o_proj", wide, hidden)
-        yield StoredMatrix("self_attn.q_proj", hidden, wide)
-        yield StoredMatrix("self_attn.v_proj", hidden, kv)
-
-    def gated_mlp(
-        self, prefix: str, width: int, names: tuple[str, str, str] = ("down_proj", "gate_proj", "up_proj")
-    ) -> Iterator[StoredMatrix]:
-        """`matrices` of an MLP or expert; `names`: down, gate, up."""
-        down, gate, up = names
-        yield StoredMatrix(prefix + down, width, self.hidden)
-        yield StoredMatrix(prefix + gate, self.hidden, width)
-        yield StoredMatrix(prefix + up, self.hidden, width)
-
-    def qk_norms(self, names: tuple[str, str] = ("q_norm", "k_norm")) -> Iterator[StoredFloats]:
-        """`floats` of normalised query and key heads."""
-        for name in names:
-            yield StoredFloats(f"self_attn.{name}.weight", (self.head_dim,), self.norm_values)
-
 
 @dataclass(frozen=True)
 class Mixtral(Shape):
@@ -127,28 +68,12 @@ class Mixtral(Shape):
             "num_experts_per_tok": self.active,
         }
 
-    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
-        """The experts' matrices, then the attention's."""
-        for e in range(self.experts):
-            yield from self.gated_mlp(f"block_sparse_moe.experts.{e}.", self.mlp, ("w2", "w1", "w3"))
-        yield from self.attention()
-
-    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
-        """The router and the norms."""
-        yield StoredFloats("block_sparse_moe.gate.weight", (self.experts, self.hidden), "matrix")
-        yield from super().floats(layer)
-
 
 @dataclass(frozen=True)
 class Qwen3Moe(Mixtral):
     """The sizes of a Qwen3 MoE model: many narrow experts, and an explicit head width."""
 
-    head: int = 128
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.head
+    head: int = field(default=128, kw_only=True)
 
     def config(self) -> dict[str, Any]:
         """config.json."""
@@ -162,45 +87,16 @@ class Qwen3Moe(Mixtral):
             "rms_norm_eps": 1e-6,
         }
 
-    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
-        """The experts' matrices, then the attention's."""
-        for e in range(self.experts):
-            yield from self.gated_mlp(f"mlp.experts.{e}.", self.mlp)
-        yield from self.attention()
-
-    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
-        """The router and the norms."""
-        yield StoredFloats("mlp.gate.weight", (self.experts, self.hidden), "matrix")
-        yield from Shape.floats(self, layer)
-        yield from self.qk_norms()
-
 
 @dataclass(frozen=True)
 class Qwen35(Shape):
     """The sizes of a Qwen 3.5 model: gated delta nets, and attention with an output gate in every fourth layer."""
 
-    head: int = 256
+    head: int = field(default=256, kw_only=True)
     key_heads: int = 16
     value_heads: int = 32
     state_dim: int = 128  # width of a head's key, and of its value
     conv: int = 4
-
-    norm_values: ClassVar[Values] = "zero"
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.head
-
-    @property
-    def key_width(self) -> int:
-        """Width of a delta net's q, and of its k."""
-        return self.key_heads * self.state_dim
-
-    @property
-    def value_width(self) -> int:
-        """Width of a delta net's v, z and output."""
-        return self.value_heads * self.state_dim
 
     @property
     def layer_types(self) -> list[str]:
@@ -234,43 +130,6 @@ class Qwen35(Shape):
             "linear_conv_kernel_dim": self.conv,
         }
 
-    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
-        """The MLP's matrices, then the mixer's."""
-        yield from self.gated_mlp("mlp.", self.mlp)
-        yield from self.mixer(layer)
-
-    def mixer(self, layer: int) -> Iterator[StoredMatrix]:
-        """`matrices` of the mixer; the queries' matrix holds their gate, too."""
-        if self.layer_types[layer] == "full_attention":
-            for one in self.attention():
-                yield one._replace(outputs=2 * one.outputs) if one.name == "self_attn.q_proj" else one
-        else:
-            yield from self.delta_net()
-
-    def delta_net(self) -> Iterator[StoredMatrix]:
-        """`matrices` of a delta net."""
-        yield StoredMatrix("linear_attn.in_proj_qkv", self.hidden, 2 * self.key_width + self.value_width)
-        yield StoredMatrix("linear_attn.in_proj_z", self.hidden, self.value_width)
-        yield StoredMatrix("linear_attn.out_proj", self.value_width, self.hidden)
-
-    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
-        """The layer's norms, and what a delta net has for each channel or head."""
-        yield from super().floats(layer)
-        if self.layer_types[layer] == "full_attention":
-            yield from self.qk_norms()
-            return
-        prefix, channels = "linear_attn.", 2 * self.key_width + self.value_width
-        yield StoredFloats(prefix + "conv1d.weight", (channels, 1, self.conv), "conv")
-        yield StoredFloats(prefix + "A_log", (self.value_heads,), "a_log")
-        yield StoredFloats(prefix + "dt_bias", (self.value_heads,), "dt_bias")
-        yield StoredFloats(prefix + "norm.weight", (self.state_dim,))
-        yield from self.decay_projections()
-
-    def decay_projections(self) -> Iterator[StoredFloats]:
-        """The matrices with one output for each head."""
-        yield StoredFloats("linear_attn.in_proj_a.weight", (self.value_heads, self.hidden), "matrix")
-        yield StoredFloats("linear_attn.in_proj_b.weight", (self.value_heads, self.hidden), "matrix")
-
 
 @dataclass(frozen=True)
 class Qwen35Moe(Qwen35):
@@ -294,19 +153,6 @@ class Qwen35Moe(Qwen35):
             "shared_expert_intermediate_size": self.shared,
         }
 
-    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
-        """The experts' matrices, then the mixer's."""
-        for e in range(self.experts):
-            yield from self.gated_mlp(f"mlp.experts.{e}.", self.mlp)
-        yield from self.gated_mlp("mlp.shared_expert.", self.shared)
-        yield from self.mixer(layer)
-
-    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
-        """The router, the shared expert's gate and those of a dense model."""
-        yield StoredFloats("mlp.gate.weight", (self.experts, self.hidden), "matrix")
-        yield StoredFloats("mlp.shared_expert_gate.weight", (1, self.hidden), "matrix")
-        yield from super().floats(layer)
-
 
 @dataclass(frozen=True)
 class Qwen3Next(Qwen35Moe):
@@ -328,15 +174,6 @@ class Qwen3Next(Qwen35Moe):
         }
         return Shape.config(self) | self.delta_net_config() | self.experts_config() | own
 
-    def delta_net(self) -> Iterator[StoredMatrix]:
-        """`matrices` of a delta net: for each key head its q, k, v and z."""
-        yield StoredMatrix("linear_attn.in_proj_qkvz", self.hidden, 2 * (self.key_width + self.value_width))
-        yield StoredMatrix("linear_attn.out_proj", self.value_width, self.hidden)
-
-    def decay_projections(self) -> Iterator[StoredFloats]:
-        """For each key head its b and a."""
-        yield StoredFloats("linear_attn.in_proj_ba.weight", (2 * self.value_heads, self.hidden), "matrix")
-
 
 @dataclass(frozen=True)
 class Mamba:
@@ -353,42 +190,14 @@ class Mamba:
         """Width of x, z and the output."""
         return self.heads * self.head_dim
 
-    @property
-    def channels(self) -> int:
-        """Width of x, B and C together."""
-        return self.width + 2 * self.groups * self.state
-
-    def matrices(self, prefix: str, hidden: int) -> Iterator[StoredMatrix]:
-        """The matrices of the mixer."""
-        yield StoredMatrix(prefix + "in_proj", hidden, self.width + self.channels + self.heads)
-        yield StoredMatrix(prefix + "out_proj", self.width, hidden)
-
-    def floats(self, prefix: str) -> Iterator[StoredFloats]:
-        """The other tensors of the mixer."""
-        yield StoredFloats(prefix + "A_log", (self.heads,), "a_log")
-        yield StoredFloats(prefix + "D", (self.heads,))
-        yield StoredFloats(prefix + "dt_bias", (self.heads,), "dt_bias")
-        yield StoredFloats(prefix + "conv1d.weight", (self.channels, 1, self.conv), "conv")
-        yield StoredFloats(prefix + "conv1d.bias", (self.channels,), "zero")
-        yield StoredFloats(prefix + "norm.weight", (self.width,))
-
 
 @dataclass(frozen=True)
 class NemotronH(Shape):
     """The sizes of a Nemotron-H model: each layer is one of Mamba 2 (M), an MLP without a gate (-), attention (*)."""
 
-    head: int = 128
+    head: int = field(default=128, kw_only=True)
     pattern: str = ""  # a letter for each layer
     mamba: Mamba = Mamba(128, 80, 8)
-
-    embed_name: ClassVar[str] = "backbone.embeddings.weight"
-    final_norm_name: ClassVar[str] = "backbone.norm_f.weight"
-    layer_prefix: ClassVar[str] = "backbone.layers.{}."
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.head
 
     def config(self) -> dict[str, Any]:
         """config.json."""
@@ -414,23 +223,6 @@ class NemotronH(Shape):
         for llama_key in ("rms_norm_eps", "rope_theta", "hidden_act"):
             del config[llama_key]
         return config
-
-    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
-        """The matrices of the layer's one part, which is always called `mixer`."""
-        match self.pattern[layer]:
-            case "M":
-                yield from self.mamba.matrices("mixer.", self.hidden)
-            case "*":
-                yield from (one._replace(name=one.name.replace("self_attn.", "mixer.")) for one in self.attention())
-            case "-":
-                yield StoredMatrix("mixer.down_proj", self.mlp, self.hidden)
-                yield StoredMatrix("mixer.up_proj", self.hidden, self.mlp)
-
-    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
-        """The layer's norm, and the mixer's floats."""
-        yield StoredFloats("norm.weight", (self.hidden,))
-        if self.pattern[layer] == "M":
-            yield from self.mamba.floats("mixer.")
 
 
 @dataclass(frozen=True)
@@ -470,22 +262,6 @@ class GraniteHybrid(Shape):
             "mamba_proj_bias": False,
         }
 
-    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
-        """The shared MLP's matrices, then the mixer's."""
-        yield StoredMatrix("shared_mlp.input_linear", self.hidden, 2 * self.shared)
-        yield StoredMatrix("shared_mlp.output_linear", self.shared, self.hidden)
-        yield from self.attention() if layer in self.attended else self.mamba.matrices("mamba.", self.hidden)
-
-    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
-        """Norms, router, the mixer's floats, and the experts: files stack them in tensors that stay floats."""
-        yield from super().floats(layer)
-        prefix = "block_sparse_moe."
-        yield StoredFloats(prefix + "input_linear.weight", (self.experts, 2 * self.mlp, self.hidden), "matrix")
-        yield StoredFloats(prefix + "output_linear.weight", (self.experts, self.hidden, self.mlp), "matrix")
-        yield StoredFloats(prefix + "router.layer.weight", (self.experts, self.hidden), "matrix")
-        if layer not in self.attended:
-            yield from self.mamba.floats("mamba.")
-
 
 @dataclass(frozen=True)
 class Lfm2(Shape):
@@ -494,7 +270,6 @@ class Lfm2(Shape):
     attended: tuple[int, ...] = ()  # the layers with attention
     conv: int = 3
 
-    final_norm_name: ClassVar[str] = "model.embedding_norm.weight"
     tied: ClassVar[bool] = True
 
     def config(self) -> dict[str, Any]:
@@ -515,24 +290,6 @@ class Lfm2(Shape):
         for llama_key in ("rms_norm_eps", "intermediate_size", "hidden_act"):
             del config[llama_key]
         return config
-
-    def matrices(self, layer: int = 0) -> Iterator[StoredMatrix]:
-        """The MLP's matrices, then the mixer's."""
-        yield from self.gated_mlp("feed_forward.", self.mlp, ("w2", "w1", "w3"))
-        if layer in self.attended:
-            yield from (one._replace(name=one.name.replace("o_proj", "out_proj")) for one in self.attention())
-        else:
-            yield StoredMatrix("conv.in_proj", self.hidden, 3 * self.hidden)
-            yield StoredMatrix("conv.out_proj", self.hidden, self.hidden)
-
-    def floats(self, layer: int = 0) -> Iterator[StoredFloats]:
-        """The layer's norms, and the mixer's floats."""
-        yield StoredFloats("operator_norm.weight", (self.hidden,))
-        yield StoredFloats("ffn_norm.weight", (self.hidden,))
-        if layer in self.attended:
-            yield from self.qk_norms(("q_layernorm", "k_layernorm"))
-        else:
-            yield StoredFloats("conv.conv.weight", (self.hidden, 1, self.conv), "conv")
 
 
 NEMOTRON_NANO_PATTERN = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 from zlib import crc32
 
 import torch
@@ -24,7 +24,10 @@ from ..formats.gguf import BLOCK_LAYOUTS, BlockLayout
 from ..formats.packed import num_words
 from ..spec.model import matrices
 from ..spec.tensor_names import RowRange
-from .shapes import FORMATS, Shape, Values
+from .shapes import FORMATS, Shape
+
+Values = Literal["one", "zero", "conv", "a_log", "dt_bias", "matrix"]
+"""What random floats are like: near one or zero, a convolution's, a recurrence's log decay or time step, a matrix's."""
 
 GROUP_SIZE = 128
 FINE_GROUP_SIZE = 32  # rows of a group in EXL2's segments of more bits
