@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ... import spec
 from ...errors import Unsupported
-from ...formats import Weight
 from .. import interface
 from .attention import DeviceLimits, PagedAttention
 from .norm_rope_act import MAX_NORM_WIDTH, Activation, Norm, RopeTables
 
 MAX_HEAD_DIM = 256
+
+
+def _declines(what: str) -> Callable[..., Any]:
+    """A method that declines; the reason names what there is no kernel for."""
+
+    def decline(*_: Any, **__: Any) -> Any:
+        raise Unsupported(f"no kernel for {what}")
+
+    return decline
 
 
 class TritonBackend:
@@ -24,14 +35,6 @@ class TritonBackend:
         self.device = device
         self.dtype = dtype
         self.limits = DeviceLimits.of(device)
-
-    def linear(self, weight: Weight) -> interface.LinearFn:
-        """Declined."""
-        raise Unsupported("no kernel for matrices")
-
-    def embedding(self, weight: Weight) -> interface.EmbeddingFn:
-        """Declined."""
-        raise Unsupported("no kernel for embeddings")
 
     def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> interface.NormFn:
         """Computed in float32, rounded once at the end."""
@@ -65,25 +68,5 @@ class TritonBackend:
             raise Unsupported(f"heads of {attn.head_dim} numbers, at most {MAX_HEAD_DIM} fit a program")
         return PagedAttention(attn, rope, self.limits)
 
-    def moe(
-        self,
-        moe: spec.Moe,
-        gate: list[interface.LinearFn],
-        up: list[interface.LinearFn],
-        down: list[interface.LinearFn],
-        selection_bias: Tensor | None = None,
-    ) -> interface.MoeFn:
-        """Declined."""
-        raise Unsupported("no kernel for experts")
-
-    def delta_net(self, mixer: spec.DeltaNet, params: interface.DeltaNetParams) -> interface.DeltaNetFn:
-        """Declined."""
-        raise Unsupported("no kernel for delta nets")
-
-    def mamba2(self, mixer: spec.Mamba2, params: interface.Mamba2Params) -> interface.Mamba2Fn:
-        """Declined."""
-        raise Unsupported("no kernel for Mamba 2")
-
-    def short_conv(self, mixer: spec.ShortConv, conv: Tensor, bias: Tensor | None) -> interface.ShortConvFn:
-        """Declined."""
-        raise Unsupported("no kernel for short convolutions")
+    linear, embedding, moe = map(_declines, ("matrices", "embeddings", "experts"))
+    delta_net, mamba2, short_conv = map(_declines, ("delta nets", "Mamba 2", "short convolutions"))
