@@ -40,7 +40,7 @@ IMPORT_TABLE = {
     "sampling": "base sampler_chain kernels",
     "constrained": "base tokenizer",
     "lora": "base spec formats checkpoint kernels kvcache nn",
-    "multimodal": "base spec tokenizer",
+    "multimodal": "base tokenizer",
     "parallel": "base spec formats checkpoint kernels kvcache nn",
     "model": "base env spec formats checkpoint config kernels kvcache nn sampling lora multimodal parallel",
     "generator": "base tokenizer sampling constrained",
@@ -48,7 +48,7 @@ IMPORT_TABLE = {
     "convert": "base spec families formats tokenizer checkpoint config model",
     "quantize": "base spec formats tokenizer checkpoint config kernels kvcache nn model convert",
     "llm": "base tokenizer hub config kvcache sampling constrained lora multimodal model generator",
-    "legacy": "base families tokenizer config kernels kvcache sampling constrained multimodal model generator quantize",
+    "legacy": "base tokenizer config kernels kvcache sampling constrained multimodal model generator quantize",
     "exlm": "base tokenizer hub config kvcache sampling constrained lora multimodal model generator convert "
     "quantize llm legacy",
     "serve": "sampler_chain exlm",
