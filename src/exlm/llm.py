@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeAlias, overload
 
-import torch
 from torch import Tensor
 
 from .config import Config
@@ -28,7 +27,6 @@ from .kvcache import CACHES, PAGE_SIZE, CacheBase
 from .model import Model
 from .sampling import Settings
 from .tokenizer import Tokenizer
-from .tokenizer.chat_template import PromptFormat
 
 DEFAULT_MAX_SEQ_LEN = 8192
 """The default limit on prompt and completion together, for models that allow more."""
@@ -392,7 +390,7 @@ class LLM:
         if embeddings is not None:
             embeddings = job_arguments["embeddings"] = list(self.model.wrap_embeddings(text, embeddings))
         template_stops = chat_template.format.stop_conditions(self.tokenizer.single_id) if chat_template.format else []
-        return [_encode_rendered(self.tokenizer, text, chat_template.format, embeddings)], template_stops
+        return [self.tokenizer.encode_rendered(text, chat_template.format, embeddings)], template_stops
 
     def _make_filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:
         """Filters for all jobs of a call; each job works on a copy.
@@ -466,16 +464,6 @@ def _stop_list(given: Any) -> list[Any]:
     """Stop conditions as a list: none, one or several."""
     is_collection = isinstance(given, Iterable) and not isinstance(given, str | bytes)
     return [*given] if is_collection else [] if given is None else [given]
-
-
-def _encode_rendered(tokenizer: Tokenizer, text: str, prompt_format: PromptFormat | None, embeddings: Any) -> Tensor:
-    """The ids of a rendered conversation; a named prompt format also says how its text is encoded."""
-    special = prompt_format is None or prompt_format.encode_special_tokens
-    ids = tokenizer.encode(text, encode_special_tokens=special, embeddings=embeddings)
-    bos = tokenizer.bos_token_id
-    if prompt_format is not None and prompt_format.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
-        ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
-    return ids
 
 
 def _normalized_messages(messages: Any) -> Any:

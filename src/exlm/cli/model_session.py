@@ -55,17 +55,8 @@ class ModelSession:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """Tokens of a conversation, formatted by the chat template."""
-        import torch
-
-        prompt_format = self.chat_format
-        if prompt_format is None:
-            return self.tokenizer.apply_chat_template(messages, tokenize=True, chat_template=self.template)
         text = self.tokenizer.apply_chat_template(messages, chat_template=self.template)
-        ids = self.tokenizer.encode(text, encode_special_tokens=prompt_format.encode_special_tokens)
-        bos = self.tokenizer.bos_token_id
-        if prompt_format.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
-            ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
-        return ids
+        return self.tokenizer.encode_rendered(text, self.chat_format)
 
     @property
     def chat_format(self) -> Any:

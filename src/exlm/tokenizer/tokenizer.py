@@ -21,6 +21,7 @@ from ..errors import InputError, TokenizerError
 from ..memory import memory_errors
 from . import ChatTemplates, Codec, ConfigTokenIds, Detokenizer, TemplateLimits, TemplateSandbox, render_chat
 from . import Trie as _Trie
+from .chat_template import PromptFormat
 from .codec import AliasedEmbedding, TokenizerConfig
 from .gguf import tokenizer_from_metadata
 from .vocab import TokenizerBackend
@@ -470,6 +471,20 @@ class Tokenizer:
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids = [self.bos_token_id, *ids]
         return torch.tensor([ids], dtype=torch.long)
+
+    def encode_rendered(
+        self,
+        text: str,
+        prompt_format: PromptFormat | None = None,
+        embeddings: Sequence[AliasedEmbedding] | None = None,
+    ) -> torch.Tensor:
+        """Ids (1, n) of a rendered conversation; a prompt format says whether it has special tokens and BOS."""
+        special = prompt_format is None or prompt_format.encode_special_tokens
+        ids = self.encode(text, encode_special_tokens=special, embeddings=embeddings)
+        bos = self.bos_token_id
+        if prompt_format is not None and prompt_format.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
+            ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
+        return ids
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> torch.Tensor:
