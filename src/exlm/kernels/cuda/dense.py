@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Unsupported
-from ...formats.weight import DenseWeight
+from ...formats import DenseWeight
 from .. import interface as b
 from .gemm_m16 import RmsNorm
 from .module_cache import ModuleSource, sizeof_defines
