@@ -10,12 +10,12 @@ from exlm.generator.token_sequence import TokenSequence
 
 
 def search_draft(ids: list[int], count: int, longest: int) -> list[int]:
-    """What n-gram drafting proposes after these ids."""
+    """What n-gram drafting proposes after these ids; one token that occurred before is enough for `longest` 2 only."""
     after: dict[tuple[int, ...], int] = {}
     for end in range(1, len(ids)):
-        for size in range(1, min(longest, end + 1)):
+        for size in range(min(2, longest - 1), min(longest, end + 1)):
             after[tuple(ids[end - size : end])] = end
-    for size in range(min(longest - 1, len(ids)), 0, -1):
+    for size in range(min(longest - 1, len(ids)), min(2, longest - 1) - 1, -1):
         if (position := after.get(tuple(ids[-size:]))) is not None:
             return [*islice(cycle(ids[position : position + count]), count)]
     return []

@@ -275,6 +275,9 @@ def test_public_attributes(loaded: Any) -> None:
     assert (generator.pending_jobs, generator.active_jobs) == ([], [])
     assert make_generator(loaded, use_ngram_draft=True, num_draft_tokens=3).num_draft_tokens == 3
     assert make_generator(loaded, use_ngram_draft=True, max_q_size=16).num_draft_tokens == 15
+    assert make_generator(loaded, use_ngram_draft="auto").num_draft_tokens == 7  # this model is on a CPU
+    cache = Cache(model, max_seq_len=4096)
+    assert make_generator(loaded, use_ngram_draft="auto", draft_model=model, draft_cache=cache).num_draft_tokens == 4
 
 
 def test_unpaged_means_one_at_a_time(loaded: Any, single_texts: list[str]) -> None:

@@ -236,8 +236,11 @@ def test_adaptive_draft_length_grows_and_pauses() -> None:
 
 
 def slow_ngram_search(ids: list[int], longest: int) -> int | None:
-    """The position after the latest earlier occurrence of the longest suffix of these ids that occurs earlier."""
-    for size in range(min(longest - 1, len(ids)), 0, -1):
+    """The position after the latest earlier occurrence of the longest suffix of these ids that occurs earlier.
+
+    A suffix has at least two tokens, if `longest` allows it.
+    """
+    for size in range(min(longest - 1, len(ids)), min(2, longest - 1) - 1, -1):
         for end in range(len(ids) - 1, size - 1, -1):
             if ids[end - size : end] == ids[-size:]:
                 return end
@@ -274,13 +277,22 @@ def passes(engine: EngineCore) -> list[tuple[str, int, int]]:
 
 
 def test_a_job_without_a_draft_runs_ahead() -> None:
-    """Only the alphabet repeats; drafts come after its first pass."""
+    """Only the alphabet repeats; drafts come when two of its letters have come again."""
     engine = make_async_engine(drafter=NgramDrafter(4), num_draft_tokens=7)
     last = streaming_results(run(engine, make_job("abc", 61)))[-1]
     assert (last["new_tokens"], last["rejected_draft_tokens"]) == (61, 0)
     assert passes(engine) == [
-        ("decode", 1, 1), *[("ahead", 1, 1)] * 24, *[("decode", 1, 8)] * 4, ("decode", 1, 4)
+        ("decode", 1, 1), *[("ahead", 1, 1)] * 25, *[("decode", 1, 8)] * 4, ("decode", 1, 2), ("decode", 1, 1)
     ]  # fmt: skip
+
+
+def test_nothing_is_drafted_while_too_many_jobs_decode() -> None:
+    engine = make_engine(drafter=NgramDrafter(4), num_draft_tokens=7, max_draft_batch_size=1)
+    letters = [2 + i % 26 for i in range(30)]
+    results = streaming_results(run(engine, make_job(letters, 20), make_job(letters, 60)))
+    short, long = [result for result in results if result["eos"]]
+    assert (short["new_tokens"], short["accepted_draft_tokens"], short["rejected_draft_tokens"]) == (20, 0, 0)
+    assert (long["new_tokens"], long["accepted_draft_tokens"]) == (60, 35)
 
 
 def test_a_job_with_rejected_drafts_runs_ahead_again() -> None:

@@ -51,7 +51,10 @@ class ModelOptions:
     cache_type: Annotated[str, typer.Option(help="Type of the KV cache: fp16, q8, q6, q4 or fp8.")] = "fp16"
     device: Device = None
     dtype: Dtype = None
-    draft: Annotated[str | None, typer.Option(help="A draft model for speculative decoding, or ngram.")] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(help="A draft model, ngram or none; default: ngram on a CPU, while one sequence decodes."),
+    ] = None
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences that decode at once.")] = None
 
     def main_model(self, path: str | None) -> ModelSpec:

@@ -84,9 +84,8 @@ class ModelSession:
         self.max_tokens = min(length, prompt_tokens + new_tokens)
         page_size = exlm.CacheBase.page_size
         pages = -(-self.max_tokens // page_size)
-        self.generator = exlm.Generator(
-            model, exlm.CACHES["fp16"](model, max_seq_len=pages * page_size), self.tokenizer
-        )
+        cache = exlm.CACHES["fp16"](model, max_seq_len=pages * page_size)
+        self.generator = exlm.Generator(model, cache, self.tokenizer, use_ngram_draft="auto")
 
     def stream_sampled(
         self, ids: torch.Tensor, limit: int, *, temperature: float, top_p: float, seed: int | None

@@ -58,10 +58,12 @@ class EngineCore:
         max_queue: int | None = None,
         drafter: Drafter | None = None,
         num_draft_tokens: int = 0,
+        max_draft_batch_size: int | None = None,
         make_extras: Callable[[list[int], Any, Any], Any] | None = None,
     ) -> None:
         """`max_length` limits prompt and completion together, `max_queue` the number of pending jobs.
 
+        Jobs are drafted for while at most `max_draft_batch_size` of them decode, None for any number.
         `make_extras` turns ids, adapters and embeddings into a sequence's extras.
         """
         self.runner, self.page_table = runner, page_table
@@ -70,6 +72,7 @@ class EngineCore:
         self.max_length, self.max_queue = max_length, max_queue
         self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens
+        self.max_draft_batch_size = max_batch_size if max_draft_batch_size is None else max_draft_batch_size
         self.make_extras = make_extras
         self.default_loras: Any = None
         """Adapters of jobs that name none."""
@@ -211,7 +214,7 @@ class EngineCore:
         for job in jobs:
             if job.metrics.first_decode_at is None:
                 job.metrics.start_decode()
-        if self.drafter is None:
+        if self.drafter is None or len(jobs) > self.max_draft_batch_size:
             return NO_DRAFTS
         counts = [job.num_draft_tokens for job in jobs]
         if self.page_table.states is not None:  # the state after each draft token is kept until it is verified
@@ -280,7 +283,9 @@ class EngineCore:
 
     def _may_draft_next(self, jobs: Sequence[Job], drafter: Drafter) -> bool:
         """Whether a job may have a draft after its next token; then the next pass waits for that token."""
-        return any(job.num_draft_tokens > 0 and drafter.has_candidate(job.sequences[0]) for job in jobs)
+        return len(jobs) <= self.max_draft_batch_size and any(
+            job.num_draft_tokens > 0 and drafter.has_candidate(job.sequences[0]) for job in jobs
+        )
 
     def _sample_and_apply(
         self, jobs: Sequence[Job], logits: Any, position: int, launch_next: bool = False

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import InputError, Unsupported
 from ..sampling import Settings
@@ -37,6 +37,7 @@ from .validation import (
     whole_number,
 )
 
+AUTO_DRAFT_BATCH_SIZE = 1  # on a CPU a pass that verifies drafts of several sequences takes as long as it saves
 DEFAULT_DRAFT_TOKENS = 4  # tokens in a draft, each of which is a pass of the draft model
 CACHE_OVERWRITTEN = (
     "Another caller has written to the cache while this text was generated, and its keys and values are "
@@ -52,12 +53,13 @@ QUEUE_CLEARED = "The request was dropped before its end: the generator's queue w
 class Generator:
     """Runs any number of jobs in one continuous batch.
 
-    `cache.max_seq_len` is the budget in tokens for all of them together, a multiple of 256; later prompts
-    with the same prefix reuse what is in the cache. At most `max_queue` jobs may be pending, None for any
-    number. With `paged=False` one sequence runs at a time. A decode pass has at most `max_q_size` tokens of each
-    sequence, its last one and a draft. A draft has at most `num_draft_tokens`, by default 4 with a draft model and
-    `max_q_size - 1` with n-grams. Several threads may call it: one of them runs a step for all jobs, and the
-    others wait for it.
+    `cache.max_seq_len` is the budget in tokens for all of them together, a multiple of 256; later prompts with
+    the same prefix reuse what is in the cache. At most `max_queue` jobs may be pending, None for any number.
+    With `paged=False` one sequence runs at a time. A decode pass has at most `max_q_size` tokens of each
+    sequence, its last one and a draft. A draft has at most `num_draft_tokens`, by default 4 with a draft model
+    and `max_q_size - 1` with n-grams; nothing is drafted while more than `max_draft_batch_size` jobs decode.
+    With `use_ngram_draft="auto"` n-grams are used on a CPU, while one job decodes, and not on a GPU. Several
+    threads may call it: one of them runs a step for all jobs, and the others wait for it.
 
     For a model with recurrent layers, `state_cache_bytes` is the memory for their states, by default 2 GiB, or a
     quarter of what a GPU has free. A cached prompt is reused up to a checkpoint of the state: one is kept every
@@ -78,8 +80,9 @@ class Generator:
         draft_model: Any = None,
         draft_cache: Any = None,
         num_draft_tokens: int | None = None,
-        use_ngram_draft: bool = False,
+        use_ngram_draft: bool | Literal["auto"] = False,
         max_ngram: int = 4,
+        max_draft_batch_size: int | None = None,
         max_sampling_threads: int = 16,
         min_sampling_threads: int = 3,
         paged: bool = True,
@@ -114,6 +117,10 @@ class Generator:
         self.max_total_tokens = cache_capacity(cache)
         self.max_pages = self.max_total_tokens // self.page_size
         self.max_queue = None if max_queue is None else whole_number("max_queue", max_queue, 1)
+        if use_ngram_draft == "auto":
+            on_cpu = {device.type for device in model.cache_devices or ()} == {"cpu"}
+            use_ngram_draft = on_cpu and draft_model is None
+            max_draft_batch_size = max_draft_batch_size or AUTO_DRAFT_BATCH_SIZE
         drafter = self._make_drafter(use_ngram_draft, max_ngram)
         default_draft_tokens = max(1, max_q_size - 1) if use_ngram_draft else DEFAULT_DRAFT_TOKENS
         self.num_draft_tokens = (
@@ -137,6 +144,7 @@ class Generator:
             max_queue=self.max_queue,
             drafter=drafter,
             num_draft_tokens=self.num_draft_tokens,
+            max_draft_batch_size=max_draft_batch_size and whole_number("max_draft_batch_size", max_draft_batch_size, 1),
             make_extras=model.make_extras,
         )
         self._results: ResultQueue = deque()

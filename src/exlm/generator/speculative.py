@@ -19,6 +19,10 @@ from .token_sequence import TokenSequence
 MISSES_BEFORE_PAUSE = 2
 """Consecutive drafts without an accepted token after which a job pauses drafting: for 2 tokens, 4, 8 …"""
 
+MIN_MATCH = 2
+"""Tokens that must have occurred before for a guess, if `max_ngram` allows it: what followed a single token is wrong
+so often that drafts cost more than they save."""
+
 MAX_PAUSE = 32
 """The longest pause, in tokens."""
 
@@ -90,27 +94,29 @@ ABSENT = -1
 
 
 class NgramIndex:
-    """For every n-gram of 1 to `longest` tokens of a sequence, where its latest occurrence ends.
+    """For every n-gram of `shortest` to `longest` tokens of a sequence, where its latest occurrence ends.
 
     Appending or removing a token takes one dictionary operation for each n, however long the sequence is.
     Keys and values are integers, so that Python's garbage collector has no containers to traverse here.
     """
 
-    def __init__(self, longest: int, ids: Sequence[int] = ()) -> None:
+    def __init__(self, shortest: int, longest: int, ids: Sequence[int] = ()) -> None:
         """Index `ids`; only tokens that are added later can be removed again."""
+        self._shortest = shortest
         self.num_permanent = len(ids)
         """How many leading tokens cannot be removed; `match` is None until another one is added."""
         self.length = len(ids)
         """How many tokens are indexed."""
         self._ends: list[dict[int, int]] = []
-        """For each n: the end of an n-gram's latest occurrence, by its key."""
+        """For each n from `shortest` on: the end of an n-gram's latest occurrence, by its key."""
         self._earlier = array("i")
         """For each token beyond `num_permanent` and each n: the end of the previous occurrence of its n-gram."""
         keys = list(ids)
         for size in range(1, longest + 1):
             if size > 1:  # the newest token is in the highest bits
                 keys = [key << TOKEN_BITS | token for key, token in zip(keys[1:], ids, strict=False)]
-            self._ends.append(dict(zip(keys, range(size, len(ids) + 1), strict=False)))
+            if size >= shortest:
+                self._ends.append(dict(zip(keys, range(size, len(ids) + 1), strict=False)))
 
     @property
     def match(self) -> int | None:
@@ -122,32 +128,46 @@ class NgramIndex:
 
     def extend(self, ids: Sequence[int]) -> None:
         """Index the tokens that were appended to the sequence, which is `ids` now."""
-        all_ends, longest, append_earlier = self._ends, len(self._ends), self._earlier.append
+        append_earlier = self._earlier.append
         for end in range(self.length + 1, len(ids) + 1):
-            key, start = 0, end
-            for ends in all_ends if end >= longest else all_ends[:end]:
-                start -= 1
-                key = key << TOKEN_BITS | ids[start]
+            start = end - self._shortest
+            key = self._shortest_key(ids, end)
+            for ends in self._ends:
+                if start < 0:  # no n-gram is longer than the sequence
+                    append_earlier(ABSENT)
+                    continue
                 append_earlier(ends.get(key, ABSENT))
                 ends[key] = end
-            if end < longest:  # no n-gram is longer than the sequence
-                self._earlier.extend([ABSENT] * (longest - end))
+                start -= 1
+                if start >= 0:
+                    key = key << TOKEN_BITS | ids[start]
         self.length = max(self.length, len(ids))
 
     def truncate(self, ids: Sequence[int], length: int) -> None:
         """Remove the tokens of `ids` from position `length` on, all of them beyond `num_permanent`."""
-        longest = len(self._ends)
+        sizes = len(self._ends)
         for end in range(self.length, length, -1):
-            key, start = 0, end
-            for ends, earlier in zip(self._ends[:end], self._earlier[-longest:], strict=False):
-                start -= 1
-                key = key << TOKEN_BITS | ids[start]
+            start = end - self._shortest
+            key = self._shortest_key(ids, end)
+            for ends, earlier in zip(self._ends, self._earlier[-sizes:], strict=True):
+                if start < 0:
+                    break
                 if earlier == ABSENT:
                     del ends[key]
                 else:
                     ends[key] = earlier
-            del self._earlier[-longest:]
+                start -= 1
+                if start >= 0:
+                    key = key << TOKEN_BITS | ids[start]
+            del self._earlier[-sizes:]
         self.length = min(self.length, length)
+
+    def _shortest_key(self, ids: Sequence[int], end: int) -> int:
+        """The key of the shortest n-gram that ends there: the newest token is in the highest bits."""
+        key = 0
+        for at in range(end - 1, max(0, end - self._shortest) - 1, -1):
+            key = key << TOKEN_BITS | ids[at]
+        return key
 
 
 class NgramDrafter:
@@ -201,7 +221,8 @@ class NgramDrafter:
             # Only final ids are never rewound; the last one is added by `extend`, to find its match.
             num_permanent = max(0, min(sequence.num_final_tokens, len(ids)) - 1)
             # An n-gram of `max_ngram` tokens is those that are searched for and the first one of the draft.
-            index = self._indexes[id(sequence)] = NgramIndex(self.max_ngram - 1, ids[:num_permanent])
+            longest = self.max_ngram - 1
+            index = self._indexes[id(sequence)] = NgramIndex(min(MIN_MATCH, longest), longest, ids[:num_permanent])
         index.extend(ids)
         return index
 

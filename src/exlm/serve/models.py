@@ -18,7 +18,8 @@ class ModelSpec:
     """A model and the name that requests use for it; clients never see its path.
 
     `path` is what `find_model` takes. `cache_tokens` is the size of the cache that all requests share; None
-    is four sequences of full length. The other fields are as in `LLM`.
+    is four sequences of full length. `draft` is a draft model, "ngram" or "none"; None drafts by n-grams on a CPU while
+    one sequence decodes. The other fields are as in `LLM`.
     """
 
     name: str
@@ -56,16 +57,16 @@ def load(spec: ModelSpec, progress: bool = False, tensor_parallel: int = 1) -> G
     """Load a model, its draft model and its adapters; with tensor parallelism on that many devices."""
     if spec.cache_type not in CACHES:
         raise InputError(f"The cache type must be one of {', '.join(CACHES)}, found {spec.cache_type!r}.")
-    if tensor_parallel > 1 and spec.draft not in (None, "ngram"):
+    if tensor_parallel > 1 and spec.draft not in (None, "none", "ngram"):
         raise InputError(f"A model shared by several GPUs takes no draft model but ngram, found {spec.draft!r}.")
     config = _config(spec, spec.path, spec.max_seq_len, progress)
     tokenizer = Tokenizer(config)
     cache_tokens = spec.cache_tokens or 4 * config.max_seq_len
     cache_tokens = -(-cache_tokens // CacheBase.page_size) * CacheBase.page_size
     options: dict[str, Any] = {"max_batch_size": spec.max_batch_size}
-    if spec.draft == "ngram":
-        options["use_ngram_draft"] = True
-    elif spec.draft is not None:
+    if spec.draft in (None, "ngram"):
+        options["use_ngram_draft"] = "auto" if spec.draft is None else True
+    elif spec.draft != "none":
         draft_config = _config(spec, spec.draft, config.max_seq_len, progress)
         tokenizer.check_draft(draft_config)
         options["draft_model"], options["draft_cache"] = _model_and_cache(draft_config, spec, cache_tokens, progress)
