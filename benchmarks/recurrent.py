@@ -168,7 +168,7 @@ def scan_configs(mixer: Mixer) -> Iterator[tuple[str, cuda.ScanConfig | None]]:
     )
     base = SCANS[type(mixer)]
     for threads, per_thread, warps in product((4, 8, 16), (1, 2, 4), (1, 2, 4, 8)):
-        scan = replace(base, line_threads=threads, lines=per_thread, step_lines=per_thread, max_warps=warps)
+        scan = replace(base, line_threads=threads, scan_lines=per_thread, step_lines=per_thread, max_warps=warps)
         try:
             scan.check(lines, length)
         except Unsupported:

@@ -1,8 +1,9 @@
 """Async scheduling: the next decode pass is launched before the host reads the tokens of the last one.
 
 The next pass reads the sampled tokens on the device. While it runs, the host detokenizes, checks stop
-conditions and builds results. If a job has ended or joined in between, the pass is dropped: it wrote keys,
-values and recurrent states only for positions that no sequence has reached, and a later pass overwrites them.
+conditions and builds results. If jobs have only ended in between, the others use their rows of the pass. If a job has
+joined, or a sequence's length changed in another way, the pass is dropped: it wrote keys, values and recurrent states
+only for positions that no sequence has reached, and a later pass overwrites them.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class InFlightDecode:
 
         Nothing is launched if these tokens reach every job's limit.
         """
+        self._logits = None
         if jobs != self._jobs:
             self._assign_rows(jobs)
         sequences = self._sequences
@@ -66,7 +68,7 @@ class InFlightDecode:
         self._logits = self._runner.decode_next(sequences, self._past, tokens)
 
     def _assign_rows(self, jobs: Sequence[Job]) -> None:
-        """Set the jobs of the next passes, which changes only when one joins or ends."""
+        """Take over a new list of jobs, and give each its row in the batch."""
         self._jobs = list(jobs)
         self._sequences = [job.sequences[0] for job in jobs]
         for row, job in enumerate(jobs):

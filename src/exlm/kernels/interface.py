@@ -265,9 +265,9 @@ class FusedLinear(ABC):
 
 
 MixFn = Callable[[list[Tensor], Tensor, LayerKVCache, AttnMetadata], tuple[Tensor, Tensor | None]]
-"""What stands between a mixer's projections: (the products of its input matrices, the residual stream, the layer's
-cache, metadata) → the (rows, tokens, …) input of its output projection, and the logits of a gate, or None: that input
-is still to be multiplied by sigmoid(gate)."""
+"""A mixer without its projections: (the outputs of its input projections, the residual stream, the layer's cache,
+metadata) → the (rows, tokens, …) input of its output projection, and the logits of a gate or None. The caller
+multiplies that input by sigmoid(gate)."""
 
 
 class FusedLayer(ABC):

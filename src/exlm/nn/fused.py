@@ -111,7 +111,8 @@ class FusedMixer(Protocol):
     """The mixer without norm and residual, by `unfused` products: for many tokens."""
 
     accepts_padding: bool
-    """Whether a batch with a mask may run fused: a recurrence needs zeros in place of padding, after the norm."""
+    """Whether a batch with a mask may run fused: a recurrence needs padding to be zeroed after the norm, which is part
+    of the fused product."""
 
     def mix(
         self, products: list[Tensor], x: Tensor, kv: LayerKVCache, metadata: AttnMetadata
@@ -183,7 +184,7 @@ def _gated(heads: Tensor, gate: Tensor | None) -> Tensor:
 
 
 class FusedDeltaNet:
-    """A delta net between fused projections; of projections of low rank, the first matrices are fused."""
+    """A delta net between fused projections; of a projection of low rank, only the first matrix is fused."""
 
     accepts_padding = False
 
@@ -240,8 +241,14 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     memory, rows = first.untyped_storage().data_ptr(), first.shape[:-1]
     for part in parts:
         strides = zip(part.stride(), first.stride(), (*rows, 2), strict=True)
-        same_strides = all(mine == its for mine, its, size in strides if size > 1)  # others tell nothing
-        if not same_strides or part.data_ptr() != end or part.untyped_storage().data_ptr() != memory:
+        same_strides = all(mine == its for mine, its, size in strides if size > 1)  # of one row they are arbitrary
+        if (
+            part.stride(-1) != 1
+            or part.shape[:-1] != rows
+            or not same_strides
+            or part.data_ptr() != end
+            or part.untyped_storage().data_ptr() != memory
+        ):
             return torch.cat(list(parts), -1)
         end += part.shape[-1] * part.element_size()
     return first.as_strided((*rows, sum(part.shape[-1] for part in parts)), first.stride())

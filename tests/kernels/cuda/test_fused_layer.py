@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exlm.kernels import interface as b
 from exlm.kernels.cuda.attention import PagedDecodeAttention, SplitCounters
-from exlm.kernels.cuda.fused_layer import AttentionMixer, CudaFusedLayer, PackedMixer, fuse_layer_kernels
+from exlm.kernels.cuda.fused_layer import CudaFusedLayer, MixThenPack, PackingAttention, fuse_layer_kernels
 from exlm.kernels.cuda.gemm_m16 import RmsNorm
 from exlm.kernels.cuda.gemm_m64 import GemmDispatch
 from exlm.kernels.cuda.module_cache import ModuleCache
@@ -56,7 +56,7 @@ class Stack:
         self.attend = PagedDecodeAttention(counters, case.attn, RopeTables(case, "neox", self.device), refuse)
         self.layers: list[CudaFusedLayer] = []
         for parts in self.parts:
-            made = fuse_layer_kernels(parts, AttentionMixer(self.attend, norm))
+            made = fuse_layer_kernels(parts, PackingAttention(self.attend, norm))
             assert made is not None
             self.layers.append(made)
 
@@ -188,8 +188,8 @@ class GatedStack(Stack):
         self.layers = [layer for layer in made if layer is not None]
         assert len(self.layers) == 2
 
-    def packed_mixers(self, modules: Any) -> list[PackedMixer]:
-        return [PackedMixer(modules, mix) for mix in self.mixers]
+    def packed_mixers(self, modules: Any) -> list[MixThenPack]:
+        return [MixThenPack(modules, mix) for mix in self.mixers]
 
     @staticmethod
     def mix_plain(products: list[Tensor], x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Any:

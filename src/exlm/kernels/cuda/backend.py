@@ -20,7 +20,7 @@ from ..reference import ReferenceBackend
 from .attention import HEAD_DIMS, PagedDecodeAttention, SplitCounters
 from .dense import CudaDense, CudaFusedDense, dense_linear
 from .dequantize import DequantGemm, Dequantizer, dequant_gemms
-from .fused_layer import AttentionMixer, CudaFusedLayer, Mixer, PackedMixer, fuse_layer_kernels
+from .fused_layer import CudaFusedLayer, MixerCore, MixThenPack, PackingAttention, fuse_layer_kernels
 from .gemm_m16 import ACTIVATIONS, RmsNorm
 from .gemm_m64 import MAX_M64, GemmDispatch
 from .module_cache import ModuleCache, bindings
@@ -82,15 +82,15 @@ class CudaFusedLinear(b.FusedLinear):
         """The whole layer; None if a part of it belongs to another backend."""
         if not isinstance(attend, PagedDecodeAttention):
             return None
-        return self._fuse_layer(AttentionMixer(attend, norm), o, gate_up, down)
+        return self._fuse_layer(PackingAttention(attend, norm), o, gate_up, down)
 
     def fuse_layer_around(
         self, mix: b.MixFn, o: b.FusedLinear, gate_up: b.FusedLinear, down: b.FusedLinear
     ) -> CudaFusedLayer | None:
         """The whole layer; None if a part of it belongs to another backend."""
-        return self._fuse_layer(PackedMixer(self.gemm.gemm.modules, mix), o, gate_up, down)
+        return self._fuse_layer(MixThenPack(self.gemm.gemm.modules, mix), o, gate_up, down)
 
-    def _fuse_layer(self, mixer: Mixer, *others: b.FusedLinear) -> CudaFusedLayer | None:
+    def _fuse_layer(self, mixer: MixerCore, *others: b.FusedLinear) -> CudaFusedLayer | None:
         own = [one.gemm for one in others if isinstance(one, CudaFusedLinear)]
         if len(own) < 3:
             return None

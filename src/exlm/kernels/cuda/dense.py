@@ -19,7 +19,8 @@ from .module_cache import ModuleSource, sizeof_defines
 SOURCE = Path(__file__).with_name("csrc") / "dense.cu"
 
 MAX_DENSE_OUTPUTS = 1024
-"""Outputs up to which a thread block for each of them is faster than cuBLAS, whose split-K takes two launches."""
+"""Outputs up to which a thread block for each one or two of them is faster than cuBLAS, whose split-K takes two
+launches."""
 
 _MAX_INPUTS = 16384  # their weights are in registers of a thread block
 _MAX_ROWS = 64
@@ -54,15 +55,17 @@ class CudaDense:
     def defines(self, rows: int) -> dict[str, int]:
         """The -D constants of dense.cu for so many rows."""
         inputs = self.weight.shape[1]
-        several = rows > _BLOCK_ROWS and inputs <= _MAX_INPUTS // 2  # else registers or latency decide
+        two_outputs = rows > _BLOCK_ROWS and inputs <= _MAX_INPUTS // 2  # else registers or latency decide
         sizes = sizeof_defines(DenseParams=_DenseParams)
-        shape = {"INPUTS": inputs, "BLOCK_OUTPUTS": 2 if several else 1, "BLOCK_ROWS": min(rows, _BLOCK_ROWS)}
+        shape = {"INPUTS": inputs, "BLOCK_OUTPUTS": 2 if two_outputs else 1, "BLOCK_ROWS": min(rows, _BLOCK_ROWS)}
         return {**shape, "RMS_NORM": int(self._norm is not None), "NO_FMAD": 1, **sizes}
 
     def __call__(self, x: Tensor) -> Tensor:
         """(…, inputs) → (…, outputs)."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        if len(rows) > _MAX_ROWS:
+        if rows.data_ptr() % 16:
+            rows = rows.clone()
+        if not 1 <= len(rows) <= _MAX_ROWS:
             return self.product(x if self._norm is None else _normalized(x, self._norm))
         outputs = self.weight.shape[0]
         y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float16, device=x.device)
@@ -95,6 +98,8 @@ class CudaFusedDense(b.FusedLinear):
 
     def __init__(self, modules: ModuleSource, matrices: Sequence[CudaDense], norm: RmsNorm | None) -> None:
         self._widths = [matrix.weight.shape[0] for matrix in matrices]
+        if sum(self._widths) > MAX_DENSE_OUTPUTS:
+            raise Unsupported(f"dense matrices of {sum(self._widths)} outputs, at most {MAX_DENSE_OUTPUTS}")
         biases = [matrix.bias for matrix in matrices]
         bias = None
         if any(one is not None for one in biases):
@@ -103,16 +108,16 @@ class CudaFusedDense(b.FusedLinear):
         stacked = torch.cat([matrix.weight for matrix in matrices])
         for matrix, part in zip(matrices, stacked.split_with_sizes(self._widths), strict=True):
             matrix.weight = part  # so that each weight is in memory once
-        self._all = CudaDense(modules, stacked, bias, norm)
+        self._stacked = CudaDense(modules, stacked, bias, norm)
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each."""
-        first, *others = self._all(x).split_with_sizes(self._widths, -1)
+        first, *others = self._stacked(x).split_with_sizes(self._widths, -1)
         return [first if residual is None else first + residual, *others]
 
     def unfused(self, x: Tensor) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each, without the norm."""
-        return list(self._all.product(x).split_with_sizes(self._widths, -1))
+        return list(self._stacked.product(x).split_with_sizes(self._widths, -1))
 
 
 def _normalized(x: Tensor, norm: RmsNorm) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -32,7 +33,7 @@ class _PackRowsParams(ctypes.Structure):
     )
 
 
-class Mixer(Protocol):
+class MixerCore(Protocol):
     """What stands between a layer's input projections and its output projection."""
 
     def supports(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
@@ -47,7 +48,7 @@ class Mixer(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionMixer:
+class PackingAttention:
     """Attention that packs its own output."""
 
     attend: PagedDecodeAttention
@@ -69,8 +70,8 @@ class AttentionMixer:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedMixer:
-    """Any mixer; a launch of its own packs the output, and gates it."""
+class MixThenPack:
+    """Any mixer core in float16; a launch of `pack_rows` packs its output, and gates it."""
 
     modules: ModuleSource
     mix: b.MixFn
@@ -85,10 +86,15 @@ class PackedMixer:
         """Mix, gate and pack."""
         heads, gate = self.mix([one.view(*x.shape[:2], -1) for one in products], x, kv, metadata)
         rows = heads.reshape(len(out), -1)
+        assert rows.dtype is torch.float16
+        assert rows.stride(1) == 1
         params = _PackRowsParams(x=rows.data_ptr(), x_stride=rows.stride(0), rows=len(rows), inputs=rows.shape[1])
         params.target = out.target()
         if gate is not None:
             gate = gate.reshape(len(out), -1)
+            assert gate.shape == rows.shape
+            assert gate.dtype is torch.float16
+            assert gate.stride(1) == 1
             params.gate, params.gate_stride = gate.data_ptr(), gate.stride(0)
         module = self.modules.module(PACK_ROWS_SOURCE, **sizeof_defines(PackRowsParams=_PackRowsParams))
         module.launch("pack_rows", (-(-rows.shape[1] // _PACK_THREADS), len(rows), 1), _PACK_THREADS, 0, (params,))
@@ -97,10 +103,10 @@ class PackedMixer:
 class CudaFusedLayer(b.FusedLayer):
     """Input projections, mixer, o, gate and up, down; norms, activation, residuals in prologues and epilogues."""
 
-    def __init__(self, gemms: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch], mixer: Mixer) -> None:
+    def __init__(self, gemms: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch], mixer: MixerCore) -> None:
         """`gemms`: inputs, o, gate and up, down. `Unsupported` if one of them cannot read prepacked activations."""
         self._gemms, self._mixer = gemms, mixer
-        self._mixer_input, self._o_input, self._gate_up_input, self._down_input = (
+        self._in_proj_layout, self._o_layout, self._gate_up_layout, self._down_layout = (
             one.gemm.input_layout for one in gemms
         )
         self._next: CudaFusedLayer | None = None
@@ -118,27 +124,31 @@ class CudaFusedLayer(b.FusedLayer):
         kernels = [gemm.kernel(count) for gemm in self._gemms]
         if None in kernels or not self._mixer.supports(x, kv, metadata):
             return None
-        inputs, o, gate_up, down = (kernel for kernel in kernels if kernel is not None)
+        in_proj, o, gate_up, down = (kernel for kernel in kernels if kernel is not None)
         residual = x.reshape(count, -1).contiguous()
         products = self._gemms[0].gemm.empty_outputs(count)
-        inputs(self._take_prepacked(x) or residual, products)
-        mixed = self._o_input.allocate(count, 0)
-        self._mixer(products, x, kv, metadata, mixed)
-        (middle,) = self._gemms[1].gemm.empty_outputs(count)
-        normed = self._gate_up_input.allocate(count, o.num_partials)
-        o(mixed, [middle], residual, normed)
-        hidden = self._down_input.allocate(count, 0)
-        gate_up(normed, [], None, hidden)
+        prepacked = self._take_prepacked(x)
+        in_proj(residual if prepacked is None else prepacked, products)
+        o_input = self._o_layout.allocate(count, 0)
+        self._mixer(products, x, kv, metadata, o_input)
+        (mixed,) = self._gemms[1].gemm.empty_outputs(count)
+        gate_up_input = self._gate_up_layout.allocate(count, o.num_partials)
+        o(o_input, [mixed], residual, gate_up_input)
+        down_input = self._down_layout.allocate(count, 0)
+        gate_up(gate_up_input, [], None, down_input)
         (out,), following = self._gemms[3].gemm.empty_outputs(count), self._next
-        prepacked = None if following is None else following._mixer_input.allocate(count, down.num_partials)
-        down(hidden, [out], middle, prepacked)
+        prepacked = None if following is None else following._in_proj_layout.allocate(count, down.num_partials)
+        down(down_input, [out], mixed, prepacked)
         out = out.view(x.shape)
         if following is not None and prepacked is not None:
             following._prepacked[out] = prepacked, _version(out)
         return out
 
     def _take_prepacked(self, x: Tensor) -> PackedActs | None:
-        """x as the layer before has prepacked it, unless it was changed since."""
+        """x as the layer before has prepacked it, unless torch counted a write to it since.
+
+        In inference mode torch counts none: nothing may write to the residual stream between layers there.
+        """
         if x not in self._prepacked:
             return None
         acts, version = self._prepacked.pop(x)
@@ -146,7 +156,7 @@ class CudaFusedLayer(b.FusedLayer):
 
 
 def fuse_layer_kernels(
-    gemms: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch], mixer: Mixer
+    gemms: tuple[GemmDispatch, GemmDispatch, GemmDispatch, GemmDispatch], mixer: MixerCore
 ) -> CudaFusedLayer | None:
     """The layer; None if its parts cannot prepack activations for each other."""
     try:

@@ -1,7 +1,8 @@
 """Recurrent mixers in CUDA C++: gated delta net and KDA (delta_net.cu), Mamba 2 (mamba2.cu), short_conv.cu.
 
-Up to MAX_STEP_TOKENS tokens of each row are one launch, more are three with a workspace in float32 between them. Both
-sum in the same order, so a state and an output are the same bits whatever the passes that computed them. Launches
+Up to MAX_STEP_TOKENS tokens of each row are one launch. More are three (inputs, scan, outputs) with a workspace in
+float32 between them; the scan walks through the tokens one after the other. Both sum in the same order, so a state and
+an output do not depend on how tokens were divided into passes. Launches
 depend on the numbers of rows and tokens alone, and slots are read on the device, so that CUDA graphs can capture them.
 """
 
@@ -101,12 +102,12 @@ class _ShortConvParams(ctypes.Structure):
 class ScanConfig:
     """How a head's state is divided. A line is a column of a delta net's state, or a row of Mamba 2's.
 
-    `line_threads` decides the order of summation of a state and must be the same in all passes, and so must the threads
-    that `step_lines` results in, which normalise; the rest decides speed alone.
+    `line_threads` fixes the order of summation of a state, and `step_lines`, through the threads of a step, that of
+    the norm: neither may differ between passes. The others affect speed only.
     """
 
     line_threads: int  # threads that share a line
-    lines: int = 2  # neighbouring lines of a thread, in the scan
+    scan_lines: int = 2  # neighbouring lines of a thread, in the scan
     step_lines: int = 4  # the same when a launch has a whole head, if they divide its lines
     max_warps: int = 4  # of a thread block of the scan
     stage_tokens: int = 8  # tokens that are loaded at once, while as many are worked on
@@ -114,7 +115,7 @@ class ScanConfig:
     @property
     def warp_lines(self) -> int:
         """Lines of a warp of the scan."""
-        return 32 // self.line_threads * self.lines
+        return 32 // self.line_threads * self.scan_lines
 
     def scan_warps(self, lines: int) -> int:
         """Warps of a thread block of the scan, for a head with so many lines."""
@@ -124,7 +125,7 @@ class ScanConfig:
         """Lines of a thread when a thread block has a whole head, of so many lines of a length."""
         divides = lines % (32 // self.line_threads * self.step_lines) == 0
         fits = self.step_lines * line_length // self.line_threads <= MAX_STATE_REGISTERS
-        return self.step_lines if divides and fits else self.lines
+        return self.step_lines if divides and fits else self.scan_lines
 
     def check(self, lines: int, line_length: int) -> None:
         """`Unsupported` for a head's state that cannot be divided so."""
@@ -198,7 +199,7 @@ class CudaDeltaNet:
             "SIGMOID_GATE": int(m.gate_act == "sigmoid"),
             "COLUMN_THREADS": self._scan.line_threads,
             "COLUMNS": lines,
-            "SCAN_WARPS": self._warps if lines == self._scan.lines else 1,
+            "SCAN_WARPS": self._warps if lines == self._scan.scan_lines else 1,
             "STAGE_TOKENS": self._scan.stage_tokens,
             "SIZEOF_KeyRecord": 4 * self._key_floats,
             "SIZEOF_GateRecord": 4 * self._gate_floats,
@@ -234,7 +235,7 @@ class CudaDeltaNet:
             return out
         floats = (m.key_heads * self._key_floats, m.value_heads * self._gate_floats, m.value_width)
         workspace = _workspace(rows * tokens, floats, out.device)
-        module = self._modules.module(DELTA_NET_SOURCE, **self.defines(self._scan.lines))
+        module = self._modules.module(DELTA_NET_SOURCE, **self.defines(self._scan.scan_lines))
         params.keys, params.gates, params.values = (one.data_ptr() for one in workspace)
         grid = -(-tokens // _INPUT_TOKENS), -(-(m.key_heads + m.value_heads) // _INPUT_WARPS), rows
         module.launch("delta_net_inputs", grid, _INPUT_THREADS, 0, (params,))
@@ -288,7 +289,7 @@ class CudaMamba2:
             "NORM_BEFORE_GATE": int(m.norm_before_gate),
             "ROW_THREADS": self._scan.line_threads,
             "ROWS": lines,
-            "SCAN_WARPS": self._warps if lines == self._scan.lines else 1,
+            "SCAN_WARPS": self._warps if lines == self._scan.scan_lines else 1,
             "STAGE_TOKENS": self._scan.stage_tokens,
             "SIZEOF_GroupRecord": 8 * m.state_dim,
             "SIZEOF_GateRecord": 16,
@@ -322,7 +323,7 @@ class CudaMamba2:
             step_module.launch("mamba2_step", (m.heads, rows, 1), threads, smem, (params,))
             return out
         grid = -(-tokens // _INPUT_TOKENS), -(-(m.groups + m.heads) // _INPUT_WARPS), rows
-        module = self._modules.module(MAMBA2_SOURCE, **self.defines(self._scan.lines))
+        module = self._modules.module(MAMBA2_SOURCE, **self.defines(self._scan.scan_lines))
         module.launch("mamba2_inputs", grid, _INPUT_THREADS, 0, (params,))
         lines = self._warps * self._scan.warp_lines
         smem = 2 * self._scan.stage_tokens * self._token_bytes(lines)

@@ -1,17 +1,17 @@
 // A dense matrix with few outputs and few rows of x: routers, and the gates of recurrent mixers. y = norm(x) W^T + bias.
 //
-// A thread block has BLOCK_OUTPUTS outputs and BLOCK_ROWS rows: with several outputs, x is read less often. Its threads
-// hold the weights, times those of the norm, in registers, and each sums products of the same inputs in the same order for
-// every row: a row's output is the same bits in any batch. The RMS norm's sum of squares is taken on the way, since
-// 1 / rms commutes with the product.
+// A thread block computes BLOCK_OUTPUTS outputs of BLOCK_ROWS rows: with several outputs, x is read less often. Its
+// threads hold the weights, times those of the norm, in registers, and each sums products of the same inputs in the same
+// order for every row: a row's output is the same bits in any batch of at most 64 rows. The RMS norm's sum of squares is
+// taken on the way: 1 / rms is one factor of a row, applied after the sum.
 //
 // Set when compiling (-D): INPUTS, BLOCK_OUTPUTS, BLOCK_ROWS, RMS_NORM.
 
 #include "ptx.h"
 
 #define THREADS 128
-#define CHUNKS ((INPUTS + THREADS * 8 - 1) / (THREADS * 8))  // of 8 inputs, of a thread
-#define SUMS (BLOCK_OUTPUTS + RMS_NORM)                      // of a row: products, then squares
+#define CHUNKS ((INPUTS + THREADS * 8 - 1) / (THREADS * 8))  // of 8 inputs, for each thread
+#define SUMS (BLOCK_OUTPUTS + RMS_NORM)                      // for each row: one of each output, then of squares
 
 static_assert(INPUTS % 8 == 0 && BLOCK_OUTPUTS * BLOCK_ROWS <= THREADS);
 
