@@ -337,6 +337,9 @@ def test_device_and_precision_are_passed_on(tmp_path: Path) -> None:
         assert llm.generate("a", max_new_tokens=2).new_tokens == 2
 
 
+REPEATED = "The history of the city. " * 8
+
+
 @pytest.mark.parametrize("draft", ["ngram", "tiny-lm-gptq-g128-sym"])
 def test_a_draft_changes_no_greedy_text(
     fixtures_dir: Path, llm: LLM, separate_parts: dict[str, Any], draft: str
@@ -344,9 +347,11 @@ def test_a_draft_changes_no_greedy_text(
     name = draft if draft == "ngram" else fixtures_dir / draft
     with LLM(fixtures_dir / "tiny-lm", max_seq_len=1024, draft=name) as guessing:
         answers = guessing.generate(PROMPTS, max_new_tokens=16, settings=GREEDY)
+        long = guessing.generate(REPEATED, max_new_tokens=64, settings=GREEDY)
     assert [answer.text for answer in answers] == separate_parts["texts"]
     assert all(answer.new_tokens == 16 for answer in answers)
-    assert sum(answer.accepted_draft_tokens for answer in answers) > 0
+    assert long.text == llm.generate(REPEATED, max_new_tokens=64, settings=GREEDY).text
+    assert long.accepted_draft_tokens > 0
 
 
 def test_a_draft_made_for_less_is_stretched(tmp_path: Path) -> None:
