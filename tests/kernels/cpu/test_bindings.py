@@ -17,6 +17,7 @@ from exlm.kernels import dispatch
 from exlm.kernels.artifact_cache import ArtifactFolder, file_name
 from exlm.kernels.cpu import bindings
 from exlm.kernels.cpu import compile as compile_
+from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.dispatch import backends_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -189,3 +190,12 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_forked_child_has_threads_of_its_own(library: bindings.Library) -> None:
     run = [sys.executable, "-c", FORKED, str(library.path.parent), library.instructions]
     subprocess.run(run, check=True, timeout=120, cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}/src"})
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_peak_of_byte_products_counts_what_it_ran(library: Library, threads: int) -> None:
+    products = {"avx512": 64, "dotprod": 16}.get(library.instructions)
+    if products is not None:
+        assert library.int8_peak(2, threads) == 2 * products * 16 * 8 * threads
+    elif library.instructions == "avx2":
+        assert library.int8_peak(2, threads) == 0

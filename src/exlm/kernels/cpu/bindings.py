@@ -206,6 +206,7 @@ class Library:
         self.short_conv = _typed(loaded.exlm_short_conv, p, p, p, p, i)
         self.delta_net = _allocating(loaded.exlm_delta_net, p, p, p, p, p, p, p, i)
         self.mamba2 = _allocating(loaded.exlm_mamba2, p, p, p, p, i)
+        self.int8_peak = _typed(loaded.exlm_int8_peak, i, i)
         self.linear = _allocating(loaded.exlm_linear, p, p, i, p, i)
         self.fused_linear = _allocating(loaded.exlm_fused_linear, p, p, p, i, p, p, p, i)
         self.attention = _allocating(loaded.exlm_attention, p, i64, i)

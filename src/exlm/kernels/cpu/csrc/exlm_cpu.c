@@ -30,12 +30,13 @@
    Headers, from the bottom: simd.h, threadpool.h; matrix.h, w_panels.h, repack_panels.h; norm_act.h, quantize_act.h,
    dequant.h, kc_block.h, microkernel_*.h, gemm_narrow_simd.h, gemm_int8.h; bf12.h, gemm_float.h (float weights);
    linear.h; attn_common.h, kv_quant.h, attn_decode.h, attn_decode_quant.h, attn_prefill.h, attention.h;
-   decoder_layer.h; recurrent.h, delta_net.h, mamba2.h (mixers with a state in place of a cache).
+   decoder_layer.h; recurrent.h, delta_net.h, mamba2.h (mixers with a state in place of a cache); int8_peak.h.
 
    AMX is never used: virtual machines announce it without letting programs use it. */
 
 #include "decoder_layer.h"
 #include "delta_net.h"
+#include "int8_peak.h"
 #include "mamba2.h"
 #include "repack_panels.h"
 
