@@ -8,6 +8,24 @@ from typing import Any, ClassVar
 FORMATS = {"exl2": 4.1, "gptq": 4.0, "gguf": 4.5, "dense": 16.0}
 """Formats of random weights, and the default bits per weight of each."""
 
+MIXES: dict[str, str] = {
+    "q2_k": "Q2_K",
+    "q3_k_m": "Q3_K",
+    "q4_0": "Q4_0",
+    "q4_1": "Q4_1",
+    "q4_k_s": "Q4_K",
+    "q4_k_m": "Q4_K",
+    "q5_0": "Q5_0",
+    "q5_1": "Q5_1",
+    "q5_k_s": "Q5_K",
+    "q5_k_m": "Q5_K",
+    "q6_k": "Q6_K",
+    "q8_0": "Q8_0",
+    "iq4_nl": "IQ4_NL",
+    "iq4_xs": "IQ4_XS",
+}
+"""Mixes of GGUF types, named as llama.cpp's quantiser names them, and the type of most matrices in each."""
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -451,7 +451,7 @@ def _tokenizer(size: int) -> dict[str, object]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pieces += [f"Ġ{_word(number)}" for number in range(size - len(pieces))]
+    pieces += [f"Ġ{word(number)}" for number in range(size - len(pieces))]
     tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces[:size])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -460,7 +460,7 @@ def _tokenizer(size: int) -> dict[str, object]:
     return content
 
 
-def _word(number: int) -> str:
+def word(number: int) -> str:
     """A different word for each number."""
     letters = ""
     while number >= 0:
