@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from exlm import BadFile, InputError, MissingExtra
 from exlm.bench import comparison, report
-from exlm.bench.benchmark import BenchmarkConfig, measure_roofline
+from exlm.bench.benchmark import BenchmarkConfig, measure_int8_peak, measure_roofline
 from exlm.bench.benchmark import run as run_benchmark
-from exlm.bench.report import BenchmarkRow, Comparison, EngineResult, Report, bound
+from exlm.bench.report import BenchmarkRow, Comparison, EngineResult, MixResult, Report, bound
 from exlm.bench.synthetic import CYCLE_LENGTH
 from exlm.bench.timing import prompt_ids, tokens_needed
 from exlm.cli.__main__ import app
+from exlm.cli.bench_mixes import mix_table, print_builds
+from exlm.kernels.cpu.compile import sets_here
 from tests import tiny
 
 SHORT = ("--device", "cpu", "--tokens", "4", "--prompt", "16", "--context", "8")
@@ -97,6 +103,107 @@ def test_invalid_options_are_refused(tmp_path: Path) -> None:
         assert CliRunner().invoke(app, ["bench", "--shape", "tiny", option, "0"]).exit_code == 2
     with pytest.raises(InputError, match=r"\.gguf"):
         comparison.compare(tmp_path, 1)
+
+
+def fake_peer(folder: Path, line: str) -> str:
+    """An interpreter that runs no engine and reports round numbers, and this line of instruction sets."""
+    values = {"first": 0.5, "prompt": 100.0, "decode": 50.0, "peak": 10.0}
+    result = {"values": values, "build": {"package": "llama.cpp 1", "instruction_sets": line}}
+    program = folder / "python"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nengine, model, threads, vocab, started, output = sys.argv[2:]\n"
+        f"assert (engine, vocab) == ('llama.cpp', '512') and model.endswith('.gguf')\n"
+        f"open(output, 'w').write({json.dumps(result)!r})\n"
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_mixes_beside_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exlm.bench.llama_builds._cpuinfo", lambda: "flags : avx2 avx512f avx512_vnni\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file, peer = tmp_path / "numbers.json", fake_peer(tmp_path, "CPU : AVX2 = 1 | FMA = 1 |")
+    arguments = ("--peers", "--peer", f"llama.cpp={peer}", "--mix", "Q4_K_M,iq4_xs", "--threads", "1", "--turns", "2")
+    text = run("bench", "--device", "cpu", "--shape", "tiny", "--format", "gguf", *arguments, "--json", str(file))
+    for words in (
+        "llama.cpp 1",
+        "CPU : AVX2 = 1 | FMA = 1 |",
+        "lacks AVX512, AVX512_VNNI",
+        'CMAKE_ARGS="-DGGML_NATIVE=ON" pip install',
+        "--no-binary llama-cpp-python",
+        "q4_k_m: 4.92 bits per weight (13 Q4_K, 3 Q6_K)",
+        "iq4_xs: 4.46 bits per weight",
+        "of int8 peak",
+        "of bandwidth",
+        "0.5, then 0.5",
+        "exlm / llama.cpp",
+    ):
+        assert words in text
+    found = json.loads(file.read_text())
+    assert (found["model"], found["device"], found["turns"]) == ("tiny", "CPU", 2)
+    assert [(one["mix"], one["threads"]) for one in found["mixes"]] == [("q4_k_m", 1), ("iq4_xs", 1)]
+    first = found["mixes"][0]
+    assert [one["engine"] for one in first["peers"]] == ["exlm", "llama.cpp"]
+    assert first["peers"][1]["build"]["instruction_sets"] == "CPU : AVX2 = 1 | FMA = 1 |"
+    for peer_result in first["peers"]:
+        values, shares = peer_result["values"], first["shares"][peer_result["engine"]]
+        assert {"first", "prompt", "decode", "peak"} <= set(values)
+        assert len(values["decode"]) == 2
+        rate = statistics.median(values["decode"])
+        assert shares["decode"] == pytest.approx(rate * first["bytes_per_token"] / first["bandwidth"])
+        if first["int8_peak"] is not None:
+            rate = statistics.median(values["prompt"])
+            assert shares["prompt"] == pytest.approx(2 * rate * first["prompt_products"] / first["int8_peak"])
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["numbers.json", "python"]  # the models are deleted
+
+
+def test_a_build_for_this_processor_gets_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "CPU : AVX2 = 1 | AVX512 = 1 | AVX512_VNNI = 1 | AVX_VNNI = 1 | DOTPROD = 1 | MATMUL_INT8 = 1 |"
+    engine = EngineResult("llama.cpp", {}, {"package": "llama-cpp-python 1", "instruction_sets": line})
+    print_builds(Console(width=200), [EngineResult("exlm", {}), engine], {})
+    assert capsys.readouterr().out == f"llama.cpp: llama-cpp-python 1, built for: {line}\n"
+
+
+def test_a_processor_without_byte_products_has_no_share_of_their_peak() -> None:
+    engines = tuple(EngineResult(name, {"first": [1.0], "prompt": [9.0], "decode": [4.0]}) for name in ("exlm", "x"))
+    result = MixResult("q8_0", {"Q8_0": 3}, 8.5, 10, 5, 7, 2, 40.0, None, engines)
+    assert (result.decode_share(engines[0]), result.prompt_share(engines[0])) == (0.5, None)
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(mix_table([result]))
+    text = captured.get()
+    for words in ("not measured", "int8 peak not measured", "1.00 ×", "50%"):
+        assert words in text
+
+
+def test_several_numbers_of_threads(tmp_path: Path) -> None:
+    before, file = torch.get_num_threads(), tmp_path / "numbers.json"
+    try:
+        text = run("bench", "--shape", "tiny", "--batch", "1", *SHORT, "--threads", "1,2", "--json", str(file))
+    finally:
+        torch.set_num_threads(before)
+    assert "tok/s by number of threads" in text
+    found = json.loads(file.read_text())
+    assert (found["threads"], [one["threads"] for one in found["curve"]]) == (1, [1, 2])
+    assert {**found["curve"][0], "curve": 0} == {**found, "curve": 0}
+    assert found["curve"][1]["first"] is None  # the process began before the first measurement
+
+
+def test_options_that_do_not_combine_with_mixes_are_refused() -> None:
+    gguf = ("--shape", "tiny", "--format", "gguf")
+    for words, options in (
+        ("--mix must be of", (*gguf, "--mix", "q4")),
+        ("add --format gguf", ("--shape", "tiny", "--mix", "q4_0")),
+        ("add --format gguf", ("--shape", "tiny", "--peers")),
+        ("name a --shape and no model", ("/nowhere/model", "--mix", "q4_0")),
+        ("--shape must be", ("--shape", "huge", "--format", "gguf", "--mix", "q4_0")),
+        ("dense Llama shapes", ("--shape", "tiny-moe", "--format", "gguf", "--mix", "q4_0")),
+        ("--bits, --batch and --mix do not combine", (*gguf, "--mix", "q4_0", "--bits", "4.5", "--batch", "2")),
+        ("--threads must be", (*gguf, "--mix", "q4_0", "--threads", "1,x")),
+        ("--threads must be at least 1", (*gguf, "--threads", "0")),
+    ):
+        with pytest.raises(InputError, match=words):
+            run("bench", "--device", "cpu", *options)
 
 
 def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
@@ -191,6 +298,13 @@ def test_ngram_drafts_are_accepted_on_a_gpu() -> None:
     rows = run_benchmark(config).rows[1:]
     assert [row.work for row in rows] == ["decode", "ngram"] * 2
     assert all(row.tokens_per_row_step > 7 for row in rows[1::2])  # after 40 tokens, more than two cycles
+
+
+def test_the_peak_of_byte_products() -> None:
+    found = measure_int8_peak(1)
+    assert found is None or 1e9 < found < 1e14
+    if sets_here()[0] in ("avx512", "dotprod"):
+        assert found is not None
 
 
 def test_roofline() -> None:

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import CACHES, Cache, CacheBase, Config, InputError, Summary, Tokenizer, env, spec
+from ..errors import Unsupported
 from ..generator.state_table import SLOTS_PER_SEQUENCE
+from ..kernels.cpu import bindings
 from ..model.devices import free_bytes, pick_device
 from ..model.loader import CacheOwnerInfo
 from .report import BenchmarkRow, Report, bound
@@ -38,6 +40,7 @@ MEMORY_RESERVE = 1 << 30
 READ_FLOATS = 64 << 20  # floats a CPU reads to measure its bandwidth
 COPY_FLOATS = 1 << 29  # floats a GPU copies to measure its bandwidth
 ROOFLINE_REPEATS = 5
+INT8_ROUNDS, INT8_REPEATS = 1 << 13, 100  # of byte products, a tenth to half a millisecond each
 
 ProgressCallback = Callable[[str, int, int], object]
 """(description of the current step, steps done, steps in all)"""
@@ -268,7 +271,7 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     """Measure a device; the CPU with torch's number of threads."""
     if device.type == "cuda":
         return Roofline(_copy_bandwidth(device), _gemm_flops(8192, device, dtype))
-    return Roofline(_read_bandwidth(), _gemm_flops(1024, device, dtype))
+    return Roofline(measure_read_bandwidth(), _gemm_flops(1024, device, dtype))
 
 
 def median_seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -294,11 +297,26 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _read_bandwidth() -> float:
-    """The best of a few runs: what other programs use is not the memory's limit."""
+def measure_read_bandwidth() -> float:
+    """Bytes/s that torch's threads read; the best of a few runs: what other programs use is not the memory's limit."""
     numbers = torch.ones(READ_FLOATS)
     numbers.sum()
     return float(numbers.nbytes / min(_seconds(numbers.sum) for _ in range(ROOFLINE_REPEATS)))
+
+
+def measure_int8_peak(threads: int) -> float | None:
+    """Operations/s of byte dot products by so many threads, two for each product; the best of many short runs.
+
+    None where the C kernels cannot be loaded, or their instruction set has no byte dot product.
+    """
+    try:
+        library = bindings.load(env.cache_folder() / "kernels")
+    except Unsupported:
+        return None
+    operations = INT8_ROUNDS * library.int8_peak(1, threads)
+    if not operations:
+        return None
+    return operations / min(_seconds(lambda: library.int8_peak(INT8_ROUNDS, threads)) for _ in range(INT8_REPEATS))
 
 
 def _copy_bandwidth(device: torch.device) -> float:

@@ -11,22 +11,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-from .. import convert_model, env
+from .. import Config, convert_model, env
 from ..errors import InputError
 from . import comparison_engines as engines
 from .report import EngineResult
 
 ENGINES = {
-    "exlm": "exlm",
-    "llama.cpp": "xllamacpp",
-    "onnxruntime-genai": "onnxruntime_genai",
-    "transformers": "transformers",
+    "exlm": ("exlm",),
+    "llama.cpp": ("llama_cpp", "xllamacpp"),
+    "onnxruntime-genai": ("onnxruntime_genai",),
+    "transformers": ("transformers",),
 }
-"""The engines and the Python module each of them needs."""
+"""The engines, and the Python modules of which each needs one."""
 
 TIMEOUT = 900
 """Seconds that one run may take."""
@@ -38,42 +39,63 @@ def compare(
     turns: int = 3,
     pythons: Mapping[str, str] | None = None,
     on_progress: Callable[[str, int, int], object] = lambda *_: None,
+    *,
+    only: Collection[str] = tuple(ENGINES),
+    before_turn: Callable[[], object] = lambda: None,
 ) -> tuple[list[EngineResult], list[str]]:
     """(results of every engine for each turn, why engines were skipped).
 
-    `pythons` has the interpreters of engines that are installed in other environments.
+    `pythons` has the interpreters of engines that are installed in other environments; `only` these engines run.
     """
     if model.suffix != ".gguf":
         raise InputError(f"Peers are compared on a .gguf file, which all of them can read; found {model}.")
-    interpreters = {name: sys.executable for name, needs in ENGINES.items() if find_spec(needs) is not None}
+    interpreters = {name: sys.executable for name, modules in ENGINES.items() if any(map(find_spec, modules))}
     interpreters |= pythons or {}
     if unknown := set(interpreters) - set(ENGINES):
         raise InputError(f"No engine is called {', '.join(sorted(unknown))}: {', '.join(ENGINES)}.")
-    skipped = [f"{name}: {needs} is not installed" for name, needs in ENGINES.items() if name not in interpreters]
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in interpreters}
+    wanted = {name: modules for name, modules in ENGINES.items() if name in only}
+    skipped = [
+        f"{name}: {' or '.join(modules)} is not installed"
+        for name, modules in wanted.items()
+        if name not in interpreters
+    ]
+    vocab = Config(model).vocab_size
+    runs: dict[str, list[_Run]] = {name: [] for name in interpreters if name in wanted}
     for turn in range(turns):
+        before_turn()
         for number, name in enumerate(list(runs)):
             on_progress(name, turn * len(runs) + number, turns * len(runs))
             try:
                 files = _model_files(name, model, interpreters[name])
-                runs[name].append(_run_once(interpreters[name], name, files, threads))
+                runs[name].append(_run_once(interpreters[name], name, files, threads, vocab))
             except RuntimeError as error:
                 skipped.append(str(error))
                 del runs[name]
-    return [EngineResult(name, _by_metric(metrics)) for name, metrics in runs.items()], skipped
+    results = [EngineResult(name, _by_metric(made), made[0].build) for name, made in runs.items() if made]
+    return results, skipped
 
 
-def _run_once(python: str, engine: str, files: Path, threads: int) -> dict[str, float]:
+class _Run(NamedTuple):
+    """What one run of an engine wrote."""
+
+    values: dict[str, float]
+    build: dict[str, str]
+
+
+def _run_once(python: str, engine: str, files: Path, threads: int, vocab: int) -> _Run:
     """Run an engine once, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "metrics.json"
-        arguments = (engine, str(files), str(threads), repr(time.time()), str(output))
+        arguments = (engine, str(files), str(threads), str(vocab), repr(time.time()), str(output))
         command = [python, str(Path(engines.__file__)), *arguments]
-        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        try:
+            process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RuntimeError(f"{engine}: {error}") from error
         if process.returncode or not output.exists():
-            raise RuntimeError(f"{engine}: {' '.join(process.stderr.strip().splitlines()[-1:])}")
-        metrics: dict[str, float] = json.loads(output.read_text())
-    return metrics
+            last = " ".join(process.stderr.strip().splitlines()[-1:])
+            raise RuntimeError(f"{engine}: {last or f'it ended with {process.returncode}'}")
+        return _Run(**json.loads(output.read_text()))
 
 
 def _model_files(engine: str, model: Path, python: str) -> Path:
@@ -96,5 +118,5 @@ def _model_files(engine: str, model: Path, python: str) -> Path:
     return onnx
 
 
-def _by_metric(runs: list[dict[str, float]]) -> dict[str, list[float]]:
-    return {key: [run[key] for run in runs] for key in (runs[0] if runs else {})}
+def _by_metric(runs: list[_Run]) -> dict[str, list[float]]:
+    return {key: [run.values[key] for run in runs] for key in runs[0].values}

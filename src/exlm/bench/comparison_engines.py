@@ -1,8 +1,8 @@
-"""One run of one engine, as a program: `comparison_engines.py ENGINE MODEL THREADS STARTED OUTPUT`.
+"""One run of one engine, as a program: `comparison_engines.py ENGINE MODEL THREADS VOCAB STARTED OUTPUT`.
 
 Imports nothing of exlm at the top, so that an interpreter with only another engine installed can run it.
-Writes its measurements to the file OUTPUT as JSON. All engines get the same prompt of 512 tokens, the same
-number of threads, and decode greedily.
+Writes to the file OUTPUT, as JSON, its measurements (`values`) and what it says of how it was built (`build`). All
+engines get the same prompt of 512 tokens, the same number of threads, and decode greedily.
 """
 
 from __future__ import annotations
@@ -11,43 +11,56 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PROMPT, NEW, ROWS = 512, 64, 8
+CONTEXT = 2048  # tokens of the KV cache
 Metrics = dict[str, float]
+Build = dict[str, str]
 
 
-def prompt_ids(row: int, count: int = PROMPT) -> list[int]:
-    """A prompt of ordinary tokens, a different one for each row."""
-    return [100 + (7919 * (i + 1) * (row + 3)) % 40000 for i in range(count)]
+class Task(NamedTuple):
+    """What an engine is to run."""
+
+    model: str
+    threads: int
+    vocab: int
+    started: float  # when the process was started, in seconds since the epoch
+
+    def prompt(self, row: int, count: int = PROMPT) -> list[int]:
+        """A prompt of ordinary tokens, a different one for each row."""
+        span = min(40000, self.vocab - 100)
+        return [100 + (7919 * (i + 1) * (row + 3)) % span for i in range(count)]
 
 
-def single_stream_metrics(started: float, run: Callable[[list[int], int], tuple[float, float]]) -> Metrics:
+def single_stream_metrics(task: Task, run: Callable[[list[int], int], tuple[float, float]]) -> Metrics:
     """Time to first token, prompt and decode speed of one sequence at a time.
 
     `run(prompt, new)` returns the seconds to the first new token, and from there to the last.
     """
-    run(prompt_ids(90, 8), 1)
-    metrics = {"first": time.time() - started}
-    run(prompt_ids(91), 4)
-    metrics["prompt"] = PROMPT / run(prompt_ids(0), 1)[0]
-    metrics["decode"] = (NEW - 1) / run(prompt_ids(1, 32), NEW)[1]
+    run(task.prompt(90, 8), 1)
+    metrics = {"first": time.time() - task.started}
+    run(task.prompt(91), 4)
+    metrics["prompt"] = PROMPT / run(task.prompt(0), 1)[0]
+    metrics["decode"] = (NEW - 1) / run(task.prompt(1, 32), NEW)[1]
     return metrics
 
 
-def exlm(model: str, threads: int, started: float) -> Metrics:
+def exlm(task: Task) -> Metrics:
     """exlm, through its generator."""
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(task.threads)
     from exlm import Cache, Config, Generator, Job, Model, Settings, Tokenizer
 
-    config = Config(model)
+    config = Config(task.model)
     config.device = "cpu"
     loaded = Model(config)
     loaded.load()
-    generator = Generator(loaded, Cache(loaded, max_seq_len=4096), Tokenizer(loaded.config))
+    generator = Generator(loaded, Cache(loaded, max_seq_len=CONTEXT), Tokenizer(loaded.config))
 
     def run(new: int, *prompts: list[int]) -> tuple[float, float]:
         """Seconds until every prompt has its first token, and from there to the end."""
@@ -61,27 +74,27 @@ def exlm(model: str, threads: int, started: float) -> Metrics:
             generator.iterate()
         return first - start, time.perf_counter() - first
 
-    metrics = single_stream_metrics(started, lambda prompt, new: run(new, prompt))
-    metrics["batch"] = ROWS * (NEW - 1) / run(NEW, *(prompt_ids(row + 2, 32) for row in range(ROWS)))[1]
+    metrics = single_stream_metrics(task, lambda prompt, new: run(new, prompt))
+    metrics["batch"] = ROWS * (NEW - 1) / run(NEW, *(task.prompt(row + 2, 32) for row in range(ROWS)))[1]
     return metrics
 
 
-def transformers(model: str, threads: int, started: float) -> Metrics:
+def transformers(task: Task) -> Metrics:
     """transformers, with the weights dequantised to float16."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(threads)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16)
+    torch.set_num_threads(task.threads)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float16)
 
     def prompt(row: int, count: int) -> tuple[Any, float]:
         start = time.perf_counter()
-        out = loaded(torch.tensor([prompt_ids(row, count)]), use_cache=True, logits_to_keep=1)
+        out = loaded(torch.tensor([task.prompt(row, count)]), use_cache=True, logits_to_keep=1)
         return out, time.perf_counter() - start
 
     with torch.inference_mode():
         prompt(90, 8)
-        metrics = {"first": time.time() - started}
+        metrics = {"first": time.time() - task.started}
         prompt(91, PROMPT)
         metrics["prompt"] = PROMPT / prompt(0, PROMPT)[1]
         out, _ = prompt(1, 32)
@@ -92,35 +105,82 @@ def transformers(model: str, threads: int, started: float) -> Metrics:
     return metrics
 
 
-def llama_cpp(model: str, threads: int, started: float) -> Metrics:
-    """llama.cpp with the same file, through the xllamacpp wheel."""
-    import xllamacpp  # type: ignore[import-not-found]
+def llama_cpp(task: Task) -> Metrics:
+    """llama.cpp with the same file, through whichever package is installed."""
+    return llama_cpp_python(task) if find_spec("llama_cpp") is not None else xllamacpp(task)
 
-    params = xllamacpp.CommonParams()
-    params.model.path = model
-    params.n_ctx, params.n_parallel, params.warmup = 2048, 1, True
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    server = xllamacpp.Server(params)
 
-    def run(prompt: list[int], new: int) -> dict[str, float]:
+def llama_cpp_python(task: Task) -> Metrics:
+    """llama.cpp through llama-cpp-python's bindings of its C functions, which pip compiles for the machine."""
+    import llama_cpp as lib  # type: ignore[import-not-found]
+    import numpy as np
+
+    lib.llama_backend_init()
+    loaded = lib.llama_model_load_from_file(task.model.encode(), lib.llama_model_default_params())
+    if not loaded:
+        raise RuntimeError(f"llama.cpp cannot load {task.model}")
+    params = lib.llama_context_default_params()
+    params.n_ctx, params.n_threads, params.n_threads_batch = CONTEXT, task.threads, task.threads
+    context = lib.llama_init_from_model(loaded, params)
+    vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(loaded))
+
+    def next_token(tokens: list[int]) -> int:
+        stored = (lib.llama_token * len(tokens))(*tokens)
+        if lib.llama_decode(context, lib.llama_batch_get_one(stored, len(tokens))):
+            raise RuntimeError("llama_decode failed")
+        logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), shape=(vocab,))
+        return int(logits.argmax())
+
+    def run(prompt: list[int], new: int) -> tuple[float, float]:
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        start = time.perf_counter()
+        token = next_token(prompt)
+        first = time.perf_counter()
+        for _ in range(new - 1):
+            token = next_token([token])
+        return first - start, time.perf_counter() - first
+
+    return single_stream_metrics(task, run)
+
+
+def xllamacpp(task: Task) -> Metrics:
+    """llama.cpp through the server in the xllamacpp wheel."""
+    import xllamacpp as lib  # type: ignore[import-not-found]
+
+    params = lib.CommonParams()
+    params.model.path = task.model
+    params.n_ctx, params.n_parallel, params.warmup = CONTEXT, 1, True
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task.threads
+    server = lib.Server(params)
+
+    def run(prompt: list[int], new: int) -> tuple[float, float]:
         request = {"prompt": prompt, "n_predict": new, "temperature": 0, "ignore_eos": True}
-        timings: dict[str, float] = server.handle_completions({**request, "cache_prompt": False})["timings"]
-        return timings
+        timings = server.handle_completions({**request, "cache_prompt": False})["timings"]
+        return timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3  # the first new token counts as the prompt's
 
-    run(prompt_ids(90, 8), 1)
-    metrics = {"first": time.time() - started}
-    run(prompt_ids(91), 4)
-    metrics["prompt"] = run(prompt_ids(0), 1)["prompt_per_second"]
-    metrics["decode"] = run(prompt_ids(1, 32), NEW)["predicted_per_second"]
-    return metrics
+    return single_stream_metrics(task, run)
 
 
-def onnxruntime(model: str, threads: int, started: float) -> Metrics:
+def llama_cpp_build() -> Build:
+    """The package, and llama.cpp's own line of the instruction sets that it was compiled for."""
+    if find_spec("llama_cpp") is not None:
+        import llama_cpp as lib
+
+        return {
+            "package": f"llama-cpp-python {lib.__version__}",
+            "instruction_sets": lib.llama_print_system_info().decode().strip(),
+        }
+    import xllamacpp
+
+    return {"package": f"xllamacpp {xllamacpp.__version__}", "instruction_sets": xllamacpp.get_system_info().strip()}
+
+
+def onnxruntime(task: Task) -> Metrics:
     """onnxruntime-genai, with a 4-bit version of the weights that its own builder made."""
     import onnxruntime_genai as og  # type: ignore[import-not-found]
 
-    config = og.Config(model)
-    overlay = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+    config = og.Config(task.model)
+    overlay = {"model": {"decoder": {"session_options": {"intra_op_num_threads": task.threads}}}}
     config.overlay(json.dumps(overlay))
     loaded = og.Model(config)
 
@@ -136,15 +196,22 @@ def onnxruntime(model: str, threads: int, started: float) -> Metrics:
             generator.generate_next_token()
         return first - start, time.perf_counter() - first
 
-    return single_stream_metrics(started, run)
+    return single_stream_metrics(task, run)
 
 
-RUNNERS: dict[str, Callable[[str, int, float], Metrics]] = {
+RUNNERS: dict[str, Callable[[Task], Metrics]] = {
     "exlm": exlm,
     "llama.cpp": llama_cpp,
     "onnxruntime-genai": onnxruntime,
     "transformers": transformers,
 }
+
+
+def build_of(engine: str) -> Build:
+    """What an engine says of how it was built."""
+    if engine == "llama.cpp":
+        return llama_cpp_build()
+    return {"package": f"{engine} {version(engine)}"}
 
 
 def peak_memory_mb() -> float:
@@ -157,9 +224,10 @@ def peak_memory_mb() -> float:
 
 def main() -> None:
     """Run an engine and write its metrics."""
-    engine, model, threads, started, output = sys.argv[1:]
-    metrics = RUNNERS[engine](model, int(threads), float(started))
-    Path(output).write_text(json.dumps({**metrics, "peak": peak_memory_mb()}))
+    engine, model, threads, vocab, started, output = sys.argv[1:]
+    values = RUNNERS[engine](Task(model, int(threads), int(vocab), float(started)))
+    result = {"values": {**values, "peak": peak_memory_mb()}, "build": build_of(engine)}
+    Path(output).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

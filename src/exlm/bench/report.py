@@ -58,6 +58,45 @@ class EngineResult:
 
     engine: str
     values: dict[str, list[float]]
+    build: dict[str, str] = field(default_factory=dict)  # `package`; of llama.cpp its line of `instruction_sets`
+
+    def median(self, metric: str) -> float | None:
+        """The median over the turns; None if the engine has no such metric."""
+        return median(self.values[metric]) if self.values.get(metric) else None
+
+
+@dataclass(frozen=True)
+class MixResult:
+    """Engines on one file of random weights with one number of threads, and the processor's limits in that run."""
+
+    mix: str
+    types: dict[str, int]  # of the file's matrices, and how many have each
+    bits: float  # per weight, of all matrices
+    file_bytes: int
+    bytes_per_token: int  # of weights that a decode step reads
+    prompt_products: int  # of weights and activations for a token of a prompt
+    threads: int
+    bandwidth: float  # bytes/s read
+    int8_peak: float | None  # operations/s of byte dot products; None: not measured
+    peers: tuple[EngineResult, ...]
+    skipped: tuple[str, ...] = ()
+
+    def decode_share(self, engine: EngineResult) -> float | None:
+        """The rate at which decoding reads weights, as a share of the bandwidth."""
+        rate = engine.median("decode")
+        return None if rate is None else rate * self.bytes_per_token / self.bandwidth
+
+    def prompt_share(self, engine: EngineResult) -> float | None:
+        """The rate of a prompt's products, two operations each, as a share of the peak of byte products."""
+        rate = engine.median("prompt")
+        return None if rate is None or not self.int8_peak else 2 * rate * self.prompt_products / self.int8_peak
+
+    def json(self) -> dict[str, Any]:
+        """The result as lists and dicts, with the shares of each engine."""
+        shares = {
+            one.engine: {"decode": self.decode_share(one), "prompt": self.prompt_share(one)} for one in self.peers
+        }
+        return asdict(self) | {"shares": shares}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from rich.table import Table
 import exlm
 from exlm import InputError
 from exlm import bench as benchmark
-from exlm.bench.shapes import FORMATS, SHAPES
+from exlm.bench.shapes import FORMATS, MIXES, SHAPES
 
+from .bench_mixes import mix_table, print_builds
 from .info import format_bytes
 
 _METRICS = {
@@ -31,6 +32,9 @@ _METRICS = {
     "peak": "peak memory, MB",
 }
 _LOWER_IS_BETTER = ("first", "peak")
+
+BUSY_LOAD = 0.5
+"""Load average before the start from which `--mix` warns that other programs disturb it."""
 
 
 class _Defaults(NamedTuple):
@@ -70,10 +74,16 @@ def bench(
     prompt: Annotated[int | None, typer.Option(min=1, help="Length of the prompt that is timed, in tokens.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to decode for each sequence.")] = None,
     draft: Annotated[str | None, typer.Option(help="ngram: also time n-gram speculation, on repetitive text.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
+    threads: Annotated[
+        str | None, typer.Option(help="Number of CPU threads, or several to measure one after the other: 1,2,4.")
+    ] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Compare with other engines on the CPU.")] = False,
     peer: Annotated[
         list[str] | None, typer.Option(help="The interpreter of an engine: llama.cpp=/venv/bin/python.")
+    ] = None,
+    mix: Annotated[
+        str | None,
+        typer.Option(help=f"With --shape and --format gguf: files with the types of these mixes: {', '.join(MIXES)}."),
     ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Runs of each engine, in turn.")] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
@@ -99,11 +109,24 @@ def bench(
         benchmark.save_comparison_plot([benchmark.Comparison.from_json(file) for file in results], plot, dark)
         return
     interpreters = _parse_peers(peer or [])
-    if threads is not None:
-        torch.set_num_threads(threads)
+    thread_counts = _parse_ints("--threads", threads) if threads is not None else (torch.get_num_threads(),)
+    if min(thread_counts) < 1:
+        raise InputError(f"--threads must be at least 1, found {threads}.")
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     if peers and not on_cpu:
         raise InputError("--peers compares engines on the CPU: use --device cpu.")
+    if mix is not None or (peers and shape is not None):
+        ignored: dict[str, object] = {
+            "--bits": bits,
+            "--batch": batch,
+            "--context": context,
+            "--prompt": prompt,
+            "--tokens": tokens,
+        }
+        ignored |= {"--draft": draft, "--plot": plot}
+        mixes = _mixes(mix, model, shape, format, on_cpu, [name for name, value in ignored.items() if value])
+        _bench_mixes(str(shape), mixes, thread_counts, turns, interpreters, peers, json_file)
+        return
     path = exlm.find_model(model, progress=True) if model is not None or (peers and shape is None) else None
     if path is not None and shape is not None:
         raise InputError("Name a model or a --shape, not both; --peers needs a model that is in files.")
@@ -121,16 +144,99 @@ def bench(
         tokens=tokens or defaults.tokens,
         ngram=draft == "ngram",
     )
-    console = Console() if Console().is_terminal else Console(width=110)
-    with _progress_line() as on_progress:
-        report = benchmark.run(config, on_progress)
-    console.print(_table(report))
-    if peers and path is not None:
-        report = _compare_with_peers(console, report, path, turns, interpreters)
+    console = _console()
+    reports: list[benchmark.Report] = []
+    for count in thread_counts:
+        torch.set_num_threads(count)
+        with _progress_line() as on_progress:
+            report = benchmark.run(config, on_progress)
+        if reports:  # the process is older than this measurement
+            report = replace(report, first_token_seconds=None)
+        console.print(_table(report))
+        if peers and path is not None:
+            report = _compare_with_peers(console, report, path, turns, interpreters)
+        reports.append(report)
+    if len(reports) > 1:
+        console.print(_curve_table(reports))
     if json_file is not None:
-        json_file.write_text(json.dumps(report.json(), indent=1))
+        curve = {"curve": [one.json() for one in reports]} if len(reports) > 1 else {}
+        json_file.write_text(json.dumps(reports[0].json() | curve, indent=1))
     if plot is not None:
-        benchmark.save_plot(report, plot)
+        benchmark.save_plot(reports[0], plot)
+
+
+def _console() -> Console:
+    return Console() if Console().is_terminal else Console(width=120)
+
+
+def _mixes(
+    mix: str | None, model: str | None, shape: str | None, format: str, on_cpu: bool, ignored: list[str]
+) -> list[benchmark.Mix]:
+    """The mixes that --mix names, of --shape; q4_k_m if --peers alone asks for a file."""
+    if model is not None or shape is None:
+        raise InputError("--mix writes files of random weights: name a --shape and no model.")
+    if shape not in SHAPES:
+        raise InputError(f"--shape must be one of {', '.join(SHAPES)}, found {shape!r}.")
+    if format != "gguf":
+        raise InputError("Engines are compared on GGUF files: add --format gguf, and --mix with the mixes of types.")
+    if not on_cpu:
+        raise InputError("--mix measures on the CPU: use --device cpu.")
+    if ignored:
+        raise InputError(f"{', '.join(ignored)} and --mix do not combine: its prompts and answers have fixed lengths.")
+    return [benchmark.Mix(name.strip().lower(), SHAPES[shape]) for name in (mix or "q4_k_m").split(",")]
+
+
+def _bench_mixes(
+    shape: str,
+    mixes: list[benchmark.Mix],
+    thread_counts: tuple[int, ...],
+    turns: int,
+    interpreters: dict[str, str],
+    peers: bool,
+    json_file: Path | None,
+) -> None:
+    """Measure every mix, print a table for each as soon as it is there, and write the JSON file after each."""
+    console = _console()
+    only = ("exlm", "llama.cpp") if peers else ("exlm",)
+    found: list[benchmark.MixResult] = []
+    load = benchmark.load_average()
+    if load is not None and load > BUSY_LOAD:
+        console.print(
+            f"The load average is {load:.1f}: other programs use the processor, and only ratios mean something.",
+            soft_wrap=True,
+        )
+    with _progress_line() as on_progress:
+        results = benchmark.compare_mixes(mixes, thread_counts, turns, interpreters, on_progress, only=only)
+        for result in results:
+            found.append(result)
+            if len(found) == 1:
+                print_builds(console, list(result.peers), interpreters)
+            if len(found) % len(thread_counts) == 0:
+                for reason in dict.fromkeys(reason for one in found[-len(thread_counts) :] for reason in one.skipped):
+                    console.print(f"left out: {reason}", soft_wrap=True)
+                console.print(mix_table(found[-len(thread_counts) :]))
+            if json_file is not None:
+                json_file.write_text(json.dumps(benchmark.mixes_json(shape, turns, load, found), indent=1))
+
+
+def _curve_table(reports: list[benchmark.Report]) -> Table:
+    """The speed of every kind of work with each number of threads, and how many times the first's it is."""
+    table = Table(title="tok/s by number of threads", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("work", "cache"):
+        table.add_column(name, no_wrap=True)
+    for name in ("context", "rows", *(str(report.threads) for report in reports)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rows in zip(*(report.rows for report in reports), strict=True):
+        one, base = rows[0], rows[0].tokens_per_second
+        cells = []
+        for row in rows:
+            rate = row.tokens_per_second
+            ratio = "" if row is one or not base or rate is None else f" ({rate / base:.2f} ×)"
+            cells.append("" if rate is None else f"{rate:,.{int(rate < 1000)}f}{ratio}")
+        table.add_row(one.work, one.cache, str(one.context), str(one.batch), *cells)
+    limits = "; ".join(f"threads {one.threads}: {one.bandwidth / 1e9:,.1f} GB/s" for one in reports)
+    table.caption = f"read bandwidth, {limits}"
+    return table
 
 
 def _defaults_for(shape: str | None, on_cpu: bool, path: Path | None) -> _Defaults:
