@@ -18,7 +18,9 @@ from exlm import BadFile, InputError, MissingExtra
 from exlm.bench import comparison, report
 from exlm.bench.benchmark import BenchmarkConfig, measure_int8_peak, measure_roofline
 from exlm.bench.benchmark import run as run_benchmark
+from exlm.bench.gguf_mix import Mix, write_mix
 from exlm.bench.report import BenchmarkRow, Comparison, EngineResult, MixResult, Report, bound
+from exlm.bench.shapes import SHAPES
 from exlm.bench.synthetic import CYCLE_LENGTH
 from exlm.bench.timing import prompt_ids, tokens_needed
 from exlm.cli.__main__ import app
@@ -119,6 +121,15 @@ def fake_peer(folder: Path, line: str) -> str:
     return str(program)
 
 
+def test_an_engine_that_a_signal_ends_is_left_out(tmp_path: Path) -> None:
+    program, model = tmp_path / "python", tmp_path / "model.gguf"
+    program.write_text("#!/bin/sh\necho loading >&2\nkill -ILL $$\n")
+    program.chmod(0o755)
+    write_mix(model, Mix("q8_0", SHAPES["tiny"]))
+    found, skipped = comparison.compare(model, 1, 1, {"llama.cpp": str(program)}, only=("llama.cpp",))
+    assert (found, skipped) == ([], ["llama.cpp: ended by SIGILL; loading"])
+
+
 def test_mixes_beside_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exlm.bench.llama_builds._cpuinfo", lambda: "flags : avx2 avx512f avx512_vnni\n")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -133,8 +144,8 @@ def test_mixes_beside_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "--no-binary llama-cpp-python",
         "q4_k_m: 4.92 bits per weight (13 Q4_K, 3 Q6_K)",
         "iq4_xs: 4.46 bits per weight",
-        "of int8 peak",
-        "of bandwidth",
+        "of int8",
+        "of read",
         "0.5, then 0.5",
         "exlm / llama.cpp",
     ):
@@ -172,7 +183,7 @@ def test_a_processor_without_byte_products_has_no_share_of_their_peak() -> None:
     with console.capture() as captured:
         console.print(mix_table([result]))
     text = captured.get()
-    for words in ("not measured", "int8 peak not measured", "1.00 ×", "50%"):
+    for words in ("–", "int8 peak not measured", "1.00 ×", "50%"):
         assert words in text
 
 

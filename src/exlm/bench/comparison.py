@@ -7,6 +7,7 @@ mean something. An engine that is not installed is skipped, with the reason.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,8 +95,16 @@ def _run_once(python: str, engine: str, files: Path, threads: int, vocab: int) -
             raise RuntimeError(f"{engine}: {error}") from error
         if process.returncode or not output.exists():
             last = " ".join(process.stderr.strip().splitlines()[-1:])
-            raise RuntimeError(f"{engine}: {last or f'it ended with {process.returncode}'}")
+            killed = f"ended by {_signal_name(-process.returncode)}; " if process.returncode < 0 else ""
+            raise RuntimeError(f"{engine}: {killed}{last or f'exit status {process.returncode}'}")
         return _Run(**json.loads(output.read_text()))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _model_files(engine: str, model: Path, python: str) -> Path:

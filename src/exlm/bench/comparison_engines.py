@@ -49,6 +49,11 @@ def single_stream_metrics(task: Task, run: Callable[[list[int], int], tuple[floa
     return metrics
 
 
+def batch_rate(seconds: float) -> float:
+    """Tokens a second of all rows of a batch, of which each has `NEW`, by the seconds after the first."""
+    return ROWS * (NEW - 1) / seconds
+
+
 def exlm(task: Task) -> Metrics:
     """exlm, through its generator."""
     import torch
@@ -75,7 +80,7 @@ def exlm(task: Task) -> Metrics:
         return first - start, time.perf_counter() - first
 
     metrics = single_stream_metrics(task, lambda prompt, new: run(new, prompt))
-    metrics["batch"] = ROWS * (NEW - 1) / run(NEW, *(task.prompt(row + 2, 32) for row in range(ROWS)))[1]
+    metrics["batch"] = batch_rate(run(NEW, *(task.prompt(row + 2, 32) for row in range(ROWS)))[1])
     return metrics
 
 
@@ -121,26 +126,43 @@ def llama_cpp_python(task: Task) -> Metrics:
         raise RuntimeError(f"llama.cpp cannot load {task.model}")
     params = lib.llama_context_default_params()
     params.n_ctx, params.n_threads, params.n_threads_batch = CONTEXT, task.threads, task.threads
-    context = lib.llama_init_from_model(loaded, params)
     vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(loaded))
+    batch = lib.llama_batch_init(PROMPT, 0, 1)
 
-    def next_token(tokens: list[int]) -> int:
-        stored = (lib.llama_token * len(tokens))(*tokens)
-        if lib.llama_decode(context, lib.llama_batch_get_one(stored, len(tokens))):
+    def next_tokens(context: Any, position: int, rows: dict[int, list[int]]) -> dict[int, int]:
+        """Run each row's tokens from this position on; the greedy next token of each."""
+        batch.n_tokens, last = 0, {}
+        for row, tokens in rows.items():
+            for offset, token in enumerate(tokens):
+                at = batch.n_tokens
+                batch.token[at], batch.pos[at] = token, position + offset
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
+                batch.logits[at] = offset == len(tokens) - 1
+                last[row], batch.n_tokens = at, at + 1
+        if lib.llama_decode(context, batch):
             raise RuntimeError("llama_decode failed")
-        logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), shape=(vocab,))
-        return int(logits.argmax())
+        logits = {row: lib.llama_get_logits_ith(context, at) for row, at in last.items()}
+        return {row: int(np.ctypeslib.as_array(found, shape=(vocab,)).argmax()) for row, found in logits.items()}
 
-    def run(prompt: list[int], new: int) -> tuple[float, float]:
+    def run(context: Any, prompts: list[list[int]], new: int) -> tuple[float, float]:
+        """Seconds until every prompt, all of one length, has its first token, and from there to the end."""
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        tokens: dict[int, int] = {}
         start = time.perf_counter()
-        token = next_token(prompt)
+        for row, prompt in enumerate(prompts):
+            tokens |= next_tokens(context, 0, {row: prompt})
         first = time.perf_counter()
-        for _ in range(new - 1):
-            token = next_token([token])
+        for step in range(new - 1):
+            tokens = next_tokens(context, len(prompts[0]) + step, {row: [token] for row, token in tokens.items()})
         return first - start, time.perf_counter() - first
 
-    return single_stream_metrics(task, run)
+    single = lib.llama_init_from_model(loaded, params)
+    metrics = single_stream_metrics(task, lambda prompt, new: run(single, [prompt], new))
+    lib.llama_free(single)
+    params.n_seq_max = ROWS  # each has its share of the context
+    several = lib.llama_init_from_model(loaded, params)
+    metrics["batch"] = batch_rate(run(several, [task.prompt(row + 2, 32) for row in range(ROWS)], NEW)[1])
+    return metrics
 
 
 def xllamacpp(task: Task) -> Metrics:

@@ -12,7 +12,10 @@ from exlm import bench as benchmark
 
 from .info import format_bytes
 
-_COLUMNS = ("engine", "prompt, tok/s", "of int8 peak", "decode, tok/s", "of bandwidth", "first token, s", "peak, MB")
+_COLUMNS = (
+    *("engine", "prompt, tok/s", "of int8", "decode, tok/s", "of read", "8 rows", "first token, s"),
+    "peak, MB",
+)
 
 
 def mix_table(results: list[benchmark.MixResult]) -> Table:
@@ -47,8 +50,14 @@ def _peak_text(result: benchmark.MixResult) -> str:
 def _cells(result: benchmark.MixResult, engine: benchmark.EngineResult) -> list[str]:
     shares = result.prompt_share(engine), result.decode_share(engine)
     prompt, decode = ("" if share is None else f"{share:.0%}" for share in shares)
-    rates = (_number(engine.median("prompt")), prompt or "not measured", _number(engine.median("decode")), decode)
-    return [engine.engine, *rates, first_token_text(engine), f"{engine.median('peak') or 0:,.0f}"]
+    rates = (_number(engine.median("prompt")), prompt or "–", _number(engine.median("decode")), decode)
+    return [
+        engine.engine,
+        *rates,
+        _number(engine.median("batch")),
+        first_token_text(engine),
+        f"{engine.median('peak') or 0:,.0f}",
+    ]
 
 
 def first_token_text(engine: benchmark.EngineResult) -> str:
@@ -64,10 +73,10 @@ def _number(value: float | None) -> str:
 def _ratio_cells(own: benchmark.EngineResult, other: benchmark.EngineResult) -> list[str]:
     """By which factor the first engine's speeds are those of the second."""
     cells = [f"{own.engine} / {other.engine}"]
-    for metric in ("prompt", "decode"):
+    for metric in ("prompt", "decode", "batch"):
         ours, theirs = own.median(metric), other.median(metric)
         cells += ["" if ours is None or not theirs else f"{ours / theirs:.2f} ×", ""]
-    return [*cells, "", ""]
+    return [*cells, ""]
 
 
 def print_builds(console: Console, peers: list[benchmark.EngineResult], interpreters: dict[str, str]) -> None:
