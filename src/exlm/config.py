@@ -17,7 +17,7 @@ from typing import Any
 
 from . import env, families, spec
 from .checkpoint import Checkpoint, GgufCheckpoint, GgufFile, SafetensorsCheckpoint, SafetensorsFolder
-from .errors import ConfigError, InputError, ModelNotFound, report_unknown_attribute, shown
+from .errors import ConfigError, ExlmError, InputError, ModelNotFound, report_unknown_attribute, shown
 from .families import ConfigReader
 from .families.config_reader import MAX_SIZE, MAX_VOCAB
 from .families.gguf import config_from_metadata
@@ -546,8 +546,9 @@ class Config:
         if not self.model_dir:
             raise ConfigError("No model_dir specified: Config('/path/to/model'), or set config.model_dir.")
         try:
-            return _model_path(Path(self.model_dir).expanduser())
-        except ModelNotFound:
+            with memory_errors(lambda: f"{self.model_dir} could not be looked at"):
+                return _model_path(Path(self.model_dir).expanduser())
+        except ExlmError:
             raise
         except (OSError, RuntimeError) as error:  # RuntimeError: `~name` of an unknown user
             reason = error.strerror if isinstance(error, OSError) else error
