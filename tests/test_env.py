@@ -147,3 +147,21 @@ def test_a_legacy_switch_is_on_if_the_variable_exists(name: str, monkeypatch: py
     assert env.legacy_switches() == LegacySwitches(**off)
     monkeypatch.setenv(f"EXLLAMA_{name.upper()}", "")
     assert env.legacy_switches() == LegacySwitches(**{**off, name: True})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, 20 << 30), ("", 20 << 30), ("0", 0), ("123", 123), ("1.5G", 3 << 29), ("2 GiB", 2 << 30), ("7mb", 7 << 20)],
+)
+def test_the_bound_of_packed_matrices(value: str | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EXLM_PACKED_CACHE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("EXLM_PACKED_CACHE", value)
+    assert env.packed_cache_bytes() == expected
+
+
+@pytest.mark.parametrize("value", ["-1", "much", "1e9", "1 X", "G"])
+def test_a_bound_that_is_no_size_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXLM_PACKED_CACHE", value)
+    with pytest.raises(InputError, match="EXLM_PACKED_CACHE"):
+        env.packed_cache_bytes()

@@ -18,6 +18,8 @@ AmxSupport = Literal["none", "flag_only", "usable"]
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
+DEFAULT_PACKED_CACHE = "20G"
+
 REMOVED_VARIABLES = {"EXLM_STAGING": "copying weights through pinned buffers did not make loading faster."}
 """Variables of earlier versions, each with the reason why it was removed."""
 
@@ -87,6 +89,15 @@ def gemm_m64_enabled() -> bool:
 def cpu_enabled() -> bool:
     """EXLM_CPU: 0 disables the CPU kernels in C."""
     return _zero_or_one("EXLM_CPU")
+
+
+def packed_cache_bytes() -> int:
+    """EXLM_PACKED_CACHE: most bytes of packed matrices in the cache folder, such as 20G; 0: none are kept."""
+    value = os.environ.get("EXLM_PACKED_CACHE") or DEFAULT_PACKED_CACHE
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+    if found is None:
+        raise InputError(f"EXLM_PACKED_CACHE is {value!r}; set it to a number of bytes such as 20G, or to 0.")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
 
 
 def refuse_removed_variables() -> None:

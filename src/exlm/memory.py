@@ -75,6 +75,15 @@ def anonymous_map(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, **_ANONYMOUS)
 
 
+def private_map(handle: int, size: int) -> mmap.mmap:
+    """A private copy-on-write map of an open file: pages are read when touched, writes never reach the file."""
+    if sys.platform == "linux":
+        # A private writable map would count as committed memory, and a file may be larger than that.
+        flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+        return mmap.mmap(handle, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
+
+
 def has_address_space(size: int) -> bool:
     """Whether this process may map `size` more bytes: maps and unmaps them.
 

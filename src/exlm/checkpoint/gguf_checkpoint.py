@@ -282,6 +282,9 @@ class GgufCheckpoint(Checkpoint):
         super().__init__(file, self._conversion.names, ("weight",))
         self._used |= set(ROPE_FACTOR_TENSORS)
 
+    def _interpretation(self) -> object:
+        return self._conversion
+
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The stored type in a few words and its stored bytes, bias included, from headers alone."""
         location, suffix = self._locate(role, fallback)

@@ -51,6 +51,9 @@ class SafetensorsCheckpoint(Checkpoint):
         for key in self.names_by_key:
             self._keys_at.setdefault(key.rpartition(".")[0], []).append(key)
 
+    def _interpretation(self) -> object:
+        return self.quantization
+
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The stored format in a few words and its stored bytes, bias included, from headers alone."""
         location, marker = self._locate(role, fallback)

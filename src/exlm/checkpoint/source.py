@@ -9,6 +9,7 @@ memory with the files.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -125,6 +126,15 @@ class Checkpoint(ABC):
                 raise BadFile(f"{first} and {second} both stand for {quoted(key)}; expected one of them.")
             self.names_by_key[key] = name
         self._used: set[str] = set()
+
+    def fingerprint(self) -> str:
+        """Identifies the contents of the files, and what this object knows of them from elsewhere."""
+        known = (type(self).__name__, self.names, self._interpretation())
+        return hashlib.sha256(f"{self.files.fingerprint()} {known!r}".encode()).hexdigest()
+
+    def _interpretation(self) -> object:
+        """What a subclass knows, besides the files' contents, that changes how they are read."""
+        return None
 
     def has(self, role: str) -> bool:
         """Whether the files hold this role, in whatever form."""

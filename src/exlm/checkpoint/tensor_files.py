@@ -6,21 +6,26 @@ file, what was expected, what was found and what to do. Nothing here knows what 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import reprlib
 import stat
-import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import BadFile, BadTensor, MissingTensor
-from ..memory import MAP_NORESERVE, memory_errors
+from ..memory import memory_errors, private_map
+
+SAMPLE_BYTES = 4096
+SAMPLED_BEGIN = 2**20
+SAMPLES = 64
+"""What a fingerprint reads of a file: all of its first SAMPLED_BEGIN bytes, then SAMPLES pieces of SAMPLE_BYTES."""
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 
@@ -142,6 +147,28 @@ class TensorFiles:
         """Where a missing tensor should be, as a sentence; empty if nothing says it."""
         return ""
 
+    def fingerprint(self) -> str:
+        """Identifies what the files hold, wherever they are, without reading them whole.
+
+        It is made of their sizes, their times of modification, the headers' tensors, and samples of their bytes.
+        """
+        digest = hashlib.sha256()
+        for path in self.paths:
+            try:
+                with path.open("rb", buffering=0) as file:
+                    status = os.fstat(file.fileno())
+                    check_size(path, status.st_size, self._sizes[path])
+                    digest.update(f"{status.st_size} {status.st_mtime_ns} ".encode())
+                    for offset in _sample_offsets(status.st_size):
+                        file.seek(offset)
+                        digest.update(file.read(SAMPLE_BYTES))
+            except OSError as error:
+                raise BadFile(f"{path}: cannot be read ({error.strerror}).") from error
+        number = {path: index for index, path in enumerate(self.paths)}
+        for name, info in sorted(self.tensors.items()):
+            digest.update(repr((name, number.get(info.file), info.dtype, info.shape, info.offset)).encode())
+        return digest.hexdigest()
+
     def close(self) -> None:
         """Forget the maps of the files; views stay valid, and a later read maps the files again."""
         with self._lock:
@@ -166,15 +193,19 @@ class TensorFiles:
             mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
+def _sample_offsets(size: int) -> Iterator[int]:
+    """Where a file is sampled: its beginning, its end, and between them at equal distances."""
+    begin, last = min(size, SAMPLED_BEGIN), max(0, size - SAMPLE_BYTES)
+    yield from range(0, begin, SAMPLE_BYTES)
+    yield from range(begin, last, max(SAMPLE_BYTES, (last - begin) // SAMPLES + 1))
+    yield last
+
+
 def _map_file(path: Path, size: int) -> mmap.mmap:
-    """A private copy-on-write map: pages are read when touched, writes never reach the file."""
+    """A private map of a file: writes never reach it."""
     try:
         with memory_errors(lambda: f"{path}: {size:,} bytes cannot be mapped"), path.open("rb") as file:
             check_size(path, os.fstat(file.fileno()).st_size, size)
-            if sys.platform == "linux":
-                # A private writable map would count as committed memory, and a file may be larger than that.
-                flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-                return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+            return private_map(file.fileno(), size)
     except OSError as error:
         raise BadFile(f"{path}: cannot be mapped into memory ({error.strerror}).") from error

@@ -114,14 +114,16 @@ class HugePageArena:
 
     def allocate(self, size: int) -> Tensor:
         """(size,) uint8."""
-        allocated = self._allocate_huge(size, -(-size // _CACHE_LINE) * _CACHE_LINE)
+        allocated = self.allocate_huge(size)
         return prefaulted_zeros(size) if allocated is None else allocated
 
     def copy(self, table: Tensor) -> Tensor:
         """A copy in the arena: small tables are read as often as codes and would cause TLB misses elsewhere."""
         return self.allocate(table.nbytes).view(table.dtype).view(table.shape).copy_(table)
 
-    def _allocate_huge(self, size: int, aligned_size: int) -> Tensor | None:
+    def allocate_huge(self, size: int) -> Tensor | None:
+        """(size,) uint8 in huge pages; None if too few are left."""
+        aligned_size = -(-size // _CACHE_LINE) * _CACHE_LINE
         with self._lock:
             if aligned_size > self._left:
                 return None

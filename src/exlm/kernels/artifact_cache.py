@@ -60,7 +60,7 @@ class UntrustedFolder(PermissionError):
     """Other users may change what is in a folder."""
 
 
-class _Unusable(Exception):
+class Unusable(Exception):
     """Why a file is not used."""
 
 
@@ -89,7 +89,7 @@ def damage(path: Path) -> str | None:
     """
     try:
         _read(path, ours=False)
-    except (OSError, _Unusable) as reason:
+    except (OSError, Unusable) as reason:
         return str(reason)
     return None
 
@@ -109,15 +109,15 @@ class ArtifactFolder:
             status = self.path.stat()
         except OSError:
             return
-        if reason := _writable_by_others(status):
-            warn_once(self._refusal(reason))
+        if reason := writable_by_others(status):
+            warn_once(refusal(self.path, reason))
             return
         for path in self._candidates(name, status):
             try:
                 data = _read(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except (OSError, _Unusable) as problem:
+            except (OSError, Unusable) as problem:
                 report(f"{path} is not used, because {problem}: {self._remedy}.")
                 continue
             yield Artifact(path, data)
@@ -129,12 +129,12 @@ class ArtifactFolder:
         """
         path = self.path / name
         try:
-            if _writable_by_others(self.path.stat()):
+            if writable_by_others(self.path.stat()):
                 return None  # `find` has said so
             return Artifact(path, _read(path, verify=False))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, _Unusable) as problem:
+        except (OSError, Unusable) as problem:
             report(f"{path} is not used, because {problem}: {self._remedy}.")
             return None
 
@@ -145,8 +145,8 @@ class ArtifactFolder:
         """
         self.path.mkdir(mode=0o755, parents=True, exist_ok=True)  # no umask lets others write to it
         status = self.path.stat()
-        if reason := _writable_by_others(status):
-            raise UntrustedFolder(errno.EACCES, self._refusal(reason))
+        if reason := writable_by_others(status):
+            raise UntrustedFolder(errno.EACCES, refusal(self.path, reason))
         self._listed = (-1, [])
         before = self._candidates(name, status)
         target = self.path / file_name(name, data)
@@ -171,13 +171,6 @@ class ArtifactFolder:
             (self.path / found for found in self._listed[1] if wanted.fullmatch(found)),
             key=lambda path: (_modified(path), path.name),
             reverse=True,
-        )
-
-    def _refusal(self, reason: str) -> str:
-        return (
-            f"{self.path} is not used, because {reason}, so another user could change what is loaded from "
-            f"it: run `chmod go-w {self.path}` if it is yours, or set EXLM_CACHE to a folder "
-            "that only you can write to."
         )
 
 
@@ -248,10 +241,19 @@ def _private_path(make: bool) -> Path | None:
         status = path.lstat()  # not a link: in a shared folder another user may have made that
     except OSError:
         return None
-    return path if stat.S_ISDIR(status.st_mode) and not _writable_by_others(status) else None
+    return path if stat.S_ISDIR(status.st_mode) and not writable_by_others(status) else None
 
 
-def _writable_by_others(status: os.stat_result) -> str | None:
+def refusal(folder: Path, reason: str) -> str:
+    """Why a folder is not used that other users can change, and the remedy."""
+    return (
+        f"{folder} is not used, because {reason}, so another user could change what is loaded from "
+        f"it: run `chmod go-w {folder}` if it is yours, or set EXLM_CACHE to a folder "
+        "that only you can write to."
+    )
+
+
+def writable_by_others(status: os.stat_result) -> str | None:
     """How users other than this one and root can change a file or folder; None if they cannot."""
     if not hasattr(os, "geteuid"):  # Windows: access is not in the mode
         return None
@@ -263,10 +265,10 @@ def _writable_by_others(status: os.stat_result) -> str | None:
     return None
 
 
-def _read(path: Path, ours: bool = True, verify: bool = True) -> bytes:
-    """The content of a file if it may be used; with `ours`, only if no other user can change it.
+def open_regular(path: Path, ours: bool = True) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading; with `ours`, only if no other user can change it, and no symbolic link.
 
-    With `verify` the checksum in its name must be that of its content.
+    `Unusable` says why another file is not opened; FileNotFoundError and NotADirectoryError are not converted.
     """
     try:
         handle = os.open(path, _READ | (_NOFOLLOW if ours else 0))
@@ -274,28 +276,41 @@ def _read(path: Path, ours: bool = True, verify: bool = True) -> bytes:
         raise
     except OSError as error:  # ELOOP: O_NOFOLLOW on a symbolic link
         words = "it is a symbolic link" if error.errno == errno.ELOOP else f"it cannot be opened ({error})"
-        raise _Unusable(words) from error
+        raise Unusable(words) from error
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise _Unusable("it is not a regular file")
-        if ours and (reason := _writable_by_others(status)):
-            raise _Unusable(reason)
+            raise Unusable("it is not a regular file")
+        if ours and (reason := writable_by_others(status)):
+            raise Unusable(reason)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle, status
+
+
+def _read(path: Path, ours: bool = True, verify: bool = True) -> bytes:
+    """The content of a file if it may be used; with `ours`, only if no other user can change it.
+
+    With `verify` the checksum in its name must be that of its content.
+    """
+    handle, status = open_regular(path, ours)
+    try:
         with open(handle, "rb", closefd=False) as file:
             data = file.read(MAX_BYTES + 1)
     finally:
         os.close(handle)
     if len(data) > MAX_BYTES:
-        raise _Unusable(f"it is damaged ({status.st_size} bytes, more than {MAX_BYTES})")
+        raise Unusable(f"it is damaged ({status.st_size} bytes, more than {MAX_BYTES})")
     if verify and checksum(data) != path.stem[-CHECKSUM_DIGITS:]:
-        raise _Unusable(f"it is damaged (the checksum of its {len(data)} bytes is {checksum(data)})")
+        raise Unusable(f"it is damaged (the checksum of its {len(data)} bytes is {checksum(data)})")
     return data
 
 
 def _is_usable(path: Path) -> bool:
     try:
         _read(path)
-    except (OSError, _Unusable):
+    except (OSError, Unusable):
         return False
     return True
 
@@ -335,7 +350,7 @@ def _sweep(folder: Path, names: list[str]) -> None:
         with suppress(OSError):
             status = path.lstat()
             age = abs(now - status.st_mtime)
-            if _writable_by_others(status):
+            if writable_by_others(status):
                 continue
             if stat.S_ISREG(status.st_mode) and age > STALE_SECONDS:
                 path.unlink()

@@ -16,7 +16,8 @@ import torch
 
 from .. import env
 from ..errors import Unsupported
-from .interface import Backend, SupportsFusion
+from .interface import Backend, EmbeddingFn, LinearFn, PackedCopy, SupportsFusion, SupportsPackedCopies
+from .packed_store import PACKED_FOLDER, PackedStore
 from .reference import ReferenceBackend
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class BackendList:
     backends: Sequence[Backend]
     records: list[DispatchRecord] = field(default_factory=list)
     unavailable: Sequence[str] = ()  # backends that cannot be used, each with its reason
+    packed: PackedCopy | None = None  # while a model loads whose packed matrices are kept on disk
 
     @property
     def device(self) -> torch.device:
@@ -72,10 +74,35 @@ class BackendList:
         declined: list[str] = []
         for backend in self.backends:
             try:
-                return make(backend), DispatchRecord(role, backend.name, detail, tuple(declined))
+                bound = make(backend)
             except Unsupported as reason:
                 declined.append(f"{backend.name}: {reason}")
+                continue
+            if self.packed is not None:
+                self.packed.keep(role, bound, detail)
+            return bound, DispatchRecord(role, backend.name, detail, tuple(declined))
         raise Unsupported(f"{role} ({detail}) cannot run on {self.device}: {'; '.join(declined)}.")
+
+    def open_packed(self, fingerprint: Callable[[], str], model: str) -> None:
+        """Use the packed matrices that the first backend keeps of a model, if it does; `close_packed` writes new ones.
+
+        `fingerprint` identifies the matrices, `model` is a name for people.
+        """
+        backend = self.backends[0]
+        if isinstance(backend, SupportsPackedCopies) and (max_bytes := env.packed_cache_bytes()):
+            store = PackedStore(env.cache_folder() / PACKED_FOLDER, max_bytes)
+            self.packed = backend.packed_copy(store, fingerprint(), model)
+
+    def restore(self, role: str) -> tuple[LinearFn | EmbeddingFn, DispatchRecord] | None:
+        """A matrix that was packed at an earlier start, and its record; None if it is to be read and bound."""
+        found = None if self.packed is None else self.packed.restore(role)
+        return found and (found[0], DispatchRecord(role, self.backends[0].name, found[1]))
+
+    def close_packed(self) -> None:
+        """The model is loaded."""
+        if self.packed is not None:
+            self.packed.finish()
+            self.packed = None
 
     def fuse(self, role: str, detail: str, make: Callable[[SupportsFusion], T]) -> T | None:
         """Fuse parts that a backend bound before; None, with the reason recorded, if that is not possible."""

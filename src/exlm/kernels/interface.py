@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import spec
 from ..formats import Weight
+from .packed_store import PackedStore
 
 LinearFn = Callable[[Tensor], Tensor]
 """x → x @ W + bias."""
@@ -308,6 +309,31 @@ class SupportsFusion(Protocol):
 
         With `act` there are two, and the output is act(first) · second. With `fp32_out` it is in float32.
         """
+        ...
+
+
+class PackedCopy(Protocol):
+    """The matrices of a model that loads, as a backend packed them at an earlier start; several threads may use it."""
+
+    def restore(self, role: str) -> tuple[LinearFn | EmbeddingFn, str] | None:
+        """What was bound for a role, and the description of its weight; None if it is to be read and bound."""
+        ...
+
+    def keep(self, role: str, kernel: object, detail: str) -> None:
+        """Take what was bound for a role, for later starts."""
+        ...
+
+    def finish(self) -> object:
+        """The model is loaded: write what is new, without waiting for it."""
+        ...
+
+
+@runtime_checkable
+class SupportsPackedCopies(Protocol):
+    """A backend that keeps packed matrices on disk."""
+
+    def packed_copy(self, store: PackedStore, fingerprint: str, model: str) -> PackedCopy:
+        """The packed matrices of the model that a fingerprint identifies; `model` is a name for people."""
         ...
 
 

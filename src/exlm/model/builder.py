@@ -184,8 +184,12 @@ class Builder:
     def embedding(self) -> Embedding:
         """The embedding, with learned positions if the model has them."""
         m, backends = self.model, self.backends_for("embed")
-        weight = self.embedding_weight()
-        lookup = backends.bind("embed", weight.describe(), lambda backend: backend.embedding(weight))
+        if (restored := backends.restore("embed")) is not None:
+            lookup, record = restored
+            backends.records.append(record)
+        else:
+            weight = self.embedding_weight()
+            lookup = backends.bind("embed", weight.describe(), lambda backend: backend.embedding(weight))
         positions = None
         if rows := m.embed.learned_positions:
             positions = self.checkpoint.tensor(
@@ -214,16 +218,21 @@ class Builder:
     def head(self) -> Head:
         """Final norm and LM head."""
         m = self.model
-        if self.tied:
-            linear = self.bind_linear("head", self.with_normalized_rows(self.tied_weight()))
-        else:
-            linear = self.linear("head")
+        linear = self.tied_linear() if self.tied else self.linear("head")
         norm = self.add_norm("final_norm", m.final_norm, m.hidden)
         head = Head(norm, linear, m.head.scale, m.head.softcap)
         fused = self.backends_for("head").fuse(
             "head.block", "a few rows", lambda backend: self.fused_head(head, backend)
         )
         return fused or head
+
+    def tied_linear(self) -> Linear:
+        """The embedding's matrix as the head's."""
+        backends = self.backends_for("head")
+        if (restored := backends.restore("head")) is None:
+            return self.bind_linear("head", self.with_normalized_rows(self.tied_weight()))
+        backends.records.append(restored[1])
+        return Linear(restored[0], self.model.hidden, self.model.vocab)
 
     def fused_head(self, head: Head, backend: SupportsFusion) -> FusedHead:
         """The head with its norm fused; `Unsupported` if that is not possible."""
@@ -532,17 +541,21 @@ class Builder:
         ordered. Kernels whose binding needs much memory are bound by the building thread, one after the
         other.
         """
+        _, in_features, out_features, _ = self._matrices[role]
         backends = self.backends_for(role)
         stream = self._cuda_streams.get(backends.device)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            weight = self.read_weight(role)
-            if not backends.can_bind_concurrently:
-                return partial(self.bind_linear, role, weight)
-            kernel, record = backends.dispatch(role, weight.describe(), lambda backend: backend.linear(weight))
+            if (restored := backends.restore(role)) is not None:
+                kernel, record = restored
+            else:
+                weight = self.read_weight(role)
+                if not backends.can_bind_concurrently:
+                    return partial(self.bind_linear, role, weight)
+                kernel, record = backends.dispatch(role, weight.describe(), lambda backend: backend.linear(weight))
 
         def finish() -> Linear:
             backends.records.append(record)  # here, so that records are in the model's order
-            return Linear(kernel, weight.in_features, weight.out_features)
+            return Linear(kernel, in_features, out_features)
 
         return finish
 

@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from typing import Any, Self
 
 import torch
 
 from .. import spec
-from ..checkpoint import WeightSource
+from ..checkpoint import Checkpoint, WeightSource
 from ..config import FrozenConfig
 from ..env import legacy_switches
 from ..kernels.dispatch import BackendList, backends_for
@@ -26,6 +27,7 @@ from ..nn import Batch
 from ..nn.block import no_transfer
 from ..parallel import RankDriver
 from ..sampling import Sampler, SamplerState, SamplingRequest, Settings
+from ..spec.model import matrices
 from .builder import Builder, module_index
 from .cuda_graphs import MAX_GRAPH_TOKENS
 from .decoder import Decoder
@@ -247,6 +249,8 @@ def load_modules(
     module_backends = [backends_by_device[id(device_info)] for device_info in module_devices]
     builder = Builder(config.spec, source, module_backends, config.max_seq_len, has_embedding, has_head)
     total, steps = len(builder), builder.build()
+    if len(backends_by_device) == 1 and isinstance(source, Checkpoint):  # no shard of one
+        module_backends[0].open_packed(partial(_fingerprint, config, source), str(config.path))
     on_one_gpu = len(backends_by_device) == 1 and module_devices[0].device.type == "cuda"
     can_warm_up = on_one_gpu and has_embedding and has_head and module_backends[0].can_bind_concurrently
     with Warmup() as warmup:
@@ -256,7 +260,13 @@ def load_modules(
                 decoder = next(steps)
                 if i == 0 and can_warm_up:
                     warmup.start(decoder, module_devices[0].device)
+    module_backends[0].close_packed()
     return LoadedModel(config, decoder, tuple(module_devices), tuple(module_backends))
+
+
+def _fingerprint(config: FrozenConfig, source: Checkpoint) -> str:
+    """Identifies the matrices of a model: what the files hold, and what is read from them."""
+    return repr((source.fingerprint(), list(matrices(config.spec)), config.spec.head.normalize_rows))
 
 
 def run_to_end(steps: LoadSteps) -> LoadedModel:

@@ -23,6 +23,7 @@ from ...errors import Unsupported
 from ...formats import DenseWeight, PackedWeight, Weight
 from ...formats.host_buffers import HugePageArena
 from .. import interface
+from ..packed_store import PackedStore
 from ..reference import ReferenceBackend
 from .bindings import load
 from .ops import (
@@ -37,6 +38,7 @@ from .ops import (
     RmsNorm,
     silu_mul,
 )
+from .packed_cache import CpuPackedCopy
 from .recurrent import CpuDeltaNet, CpuMamba2, CpuShortConv
 from .repack import FLOAT_TILE_N, PackedMatrix, pack_dense, repack_panels
 
@@ -77,6 +79,10 @@ class CpuBackend:
         matrix = self._embeddings[weight] = self._pack(weight)
         dtype = weight.dtype if isinstance(weight, PackedWeight) else torch.float32
         return PackedEmbedding(self._library, matrix, dtype)
+
+    def packed_copy(self, store: PackedStore, fingerprint: str, model: str) -> interface.PackedCopy:
+        """The packed matrices of a model on disk."""
+        return CpuPackedCopy(store, fingerprint, model, self._library, self._arena)
 
     def _pack(self, weight: Weight) -> PackedMatrix:
         if isinstance(weight, PackedWeight):
