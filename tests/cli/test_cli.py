@@ -212,6 +212,7 @@ COMMANDS = (
     "quantize",
     "eval",
     "convert",
+    "cache",
 )
 
 

@@ -55,7 +55,7 @@ IMPORT_TABLE = {
     "batch": "atomic exlm serve",
     "scale": "exlm serve batch",
     "bench": "base env spec formats checkpoint config kernels kvcache nn sampling model generator exlm",
-    "cli": "atomic libcuda env sampler_chain exlm serve batch scale bench",
+    "cli": "atomic libcuda env sampler_chain kernels exlm serve batch scale bench",
     "__main__": "cli",
     "exllamav2": "exlm legacy",
 }

@@ -13,6 +13,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+WITHOUT_TORCH = ("cache",)
+"""Commands that need no torch."""
+
 
 def main() -> None:
     """Run a command; the GPU context it needs is created while torch is being imported."""
@@ -33,8 +36,8 @@ def main() -> None:
 
 
 def _needs_torch(arguments: Sequence[str]) -> bool:
-    """Whether a command line runs a command; help texts and the version need no torch."""
-    return bool(arguments) and not {"--help", "--version"} & set(arguments)
+    """Whether a command line runs a command that uses torch; help texts and the version do not."""
+    return bool(arguments) and arguments[0] not in WITHOUT_TORCH and not {"--help", "--version"} & set(arguments)
 
 
 def restore_sigint() -> None:

@@ -18,6 +18,7 @@ from exlm import ExlmError, __version__, env
 from . import restore_sigint
 from .batch import batch
 from .bench import bench, tune
+from .cache import cache
 from .chat import chat
 from .convert import convert
 from .generate import generate
@@ -37,6 +38,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Inspect a model": {"info": info, "plan": plan, "eval": eval_},
     "Quantise and convert": {"quantize": quantize, "convert": convert},
     "Measure speed": {"bench": bench, "tune": tune},
+    "Cache folder": {"cache": cache},
 }
 """Every command by its name, in the groups of `exlm --help`."""
 
