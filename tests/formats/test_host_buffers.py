@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from exlm.formats import host_buffers
 from exlm.formats.host_buffers import (
     MAX_IDLE_BUFFERS,
     MIN_POOLED_BYTES,
@@ -19,6 +22,7 @@ from exlm.formats.host_buffers import (
     prefaulted_zeros,
     release_pool,
 )
+from exlm.memory import anonymous_map, private_map
 
 SIZES = st.sampled_from(
     [
@@ -115,3 +119,21 @@ def test_an_arena_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
         part.fill_(n)
     assert all(bool((part == n).all()) for n, part in enumerate(parts, 1))
     assert all(part.data_ptr() % 64 == 0 for part in parts[:4])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("pieces", [1, 511])
+def test_whether_a_file_is_mapped_in_huge_pages_is_what_the_system_says(pieces: int, tmp_path: Path) -> None:
+    size = 4 * host_buffers.HUGE_PAGE
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        for start in range(0, size, size // pieces):
+            file.write(bytes([7]) * min(size // pieces, size - start))
+    with (tmp_path / "file").open("rb") as file:
+        mapping = private_map(file.fileno(), size)
+    found = host_buffers.mapped_in_huge_pages(mapping, size)
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    said = Path("/proc/self/smaps").read_text().partition(f"{address:x}-")[2].partition("FilePmdMapped:")[2].split()
+    assert found == (address % host_buffers.HUGE_PAGE == 0 and int(said[0]) * 1024 >= size - 2 * host_buffers.HUGE_PAGE)
+    assert bytes(mapping[: size : size // 64]) == bytes([7]) * 64
+    assert not host_buffers.mapped_in_huge_pages(mapping, host_buffers.HUGE_PAGE - 1)
+    assert not host_buffers.mapped_in_huge_pages(anonymous_map(size), size)  # no file

@@ -41,6 +41,7 @@ MAX_HUGE_BYTES = 2**27
 """Bytes in huge pages for each model: the host of a virtual machine may be slow to provide more."""
 
 _CACHE_LINE = 64
+_POPULATE_READ = 22
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; before it, pages fault when touched
 
 
@@ -140,6 +141,28 @@ def _map_huge(size: int) -> Tensor:
     mapping.madvise(mmap.MADV_HUGEPAGE)
     data = torch.frombuffer(mapping, dtype=torch.uint8)
     return data[-data.data_ptr() % HUGE_PAGE :][:size]
+
+
+def mapped_in_huge_pages(mapping: mmap.mmap, size: int) -> bool:
+    """Whether the beginning of a mapped file, up to `size` bytes, is mapped in huge pages; reads it.
+
+    Linux does that where the page cache has the file in folios of that size and the file system allows it.
+    """
+    size = min(size, len(mapping))
+    if sys.platform != "linux" or size < HUGE_PAGE:
+        return False
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    if address % HUGE_PAGE or _libc().madvise(address, size, _POPULATE_READ):
+        return False
+    try:
+        with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+            lines = iter(file)
+            if not any(line.startswith(f"{address:x}-") for line in lines):
+                return False
+            found = next((line.split()[1] for line in lines if line.startswith("FilePmdMapped:")), "0")
+    except OSError:
+        return False
+    return int(found) * 1024 >= size - 2 * HUGE_PAGE
 
 
 def release_pool() -> None:

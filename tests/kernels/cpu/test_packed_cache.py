@@ -148,10 +148,24 @@ def test_dense_matrices_are_restored_byte_for_byte(library: Library, store: Pack
     assert torch.equal(embed[0](ids), PackedEmbedding(library, fresh, torch.float16)(ids))
 
 
-def some_linear(library: Library, columns: int = 200) -> PackedLinear:
-    return PackedLinear(
-        library, repack_panels(random_weight(Recipe(((4, (32,) * 4),), columns)), library, HugePageArena())
-    )
+def test_a_file_larger_than_one_write_is_restored_byte_for_byte(store: PackedStore, library: Library) -> None:
+    """Where the file system has large folios, this file is mapped in huge pages; elsewhere it is copied into some."""
+    first, second = (some_linear(library, columns, 8, 32) for columns in (5000, 4000))
+    write(store, library, first=first, second=second)
+    (path,) = store.folder.iterdir()
+    assert path.stat().st_size > 2 * packed_cache.WRITE_BYTES
+    for arena in (HugePageArena(), NoHugePages()):
+        copy = open_copy(store, library, arena)
+        for role, linear in (("first", first), ("second", second)):
+            found = copy.restore(role)
+            assert found is not None
+            assert isinstance(found[0], PackedLinear)
+            assert stored_image(found[0].matrix, copy) == image(linear.matrix)
+
+
+def some_linear(library: Library, columns: int = 200, bits: int = 4, groups: int = 4) -> PackedLinear:
+    weight = random_weight(Recipe(((bits, (32,) * groups),), columns))
+    return PackedLinear(library, repack_panels(weight, library, HugePageArena()))
 
 
 def test_every_changed_byte_is_found(store: PackedStore, library: Library) -> None:
@@ -208,6 +222,8 @@ def test_a_damaged_matrix_is_packed_again_and_the_file_replaced(
         {"matrices": [[0, 4096, 4096, [[4090, 0]], 1, 1, ""]], "roles": {}},
         {"matrices": [[0, 4096, 4096, [[0, 4096]], 1, 1, ""]], "roles": {}},
         {"matrices": [[0, 4096, 8, [], 1, 1, ""]], "roles": {}},
+        {"matrices": [], "roles": {"role": [0, "linear", "", None]}},
+        {"matrices": [], "roles": []},
     ],
 )
 def test_a_header_that_does_not_fit_is_refused(

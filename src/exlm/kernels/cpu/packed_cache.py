@@ -3,7 +3,7 @@
 A matrix is kept as a region, which is the same bytes wherever it is in memory: the C structs with zeros in place of
 pointers, then the buffers that they point to. A relocation gives the place of a pointer in the structs, and where in
 the region it points. At a start the structs are copied and their pointers set; the buffers stay in the map of the
-file, or are read into huge pages while the arena has any. A region is verified when it is taken, by a reader thread,
+file if that has huge pages, else they are copied into those of the arena while it has any. A region is verified when it is taken, by a reader thread,
 which also reads its pages ahead of the first pass.
 
     one region, in multiples of REGION_ALIGNMENT bytes
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...formats.host_buffers import HugePageArena
+from ...formats.host_buffers import HUGE_PAGE, MAX_HUGE_BYTES, HugePageArena, mapped_in_huge_pages
 from ...version import __version__
 from ..artifact_cache import warn_once
 from ..interface import LinearFn
@@ -53,7 +53,10 @@ PART_ALIGNMENT = 64
 MIN_COPY_BYTES = 32 << 20
 """Smaller models are packed at each start, in less time than a file takes to find."""
 
-STAGING_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
+WRITE_BYTES = 2 * HUGE_PAGE
+"""Of one write: file systems with large folios then keep the file in huge pages, which is how it is mapped."""
+
 BACKGROUND_NICENESS = 19
 
 PACKAGE = Path(__file__).parents[2]
@@ -225,26 +228,27 @@ class CpuPackedCopy:
         self._key = copy_key(fingerprint, library)
         self._stored: list[StoredMatrix] = []
         self._roles: Mapping[str, Sequence[Any]] = {}
-        self._restored: dict[int, PackedMatrix | None] = {}
+        self._restored: dict[StoredMatrix, PackedMatrix | None] = {}
         self._regions: dict[PackedMatrix, Region] = {}  # of restored matrices
         self._kept: dict[str, tuple[LinearFn, str]] = {}
         self._file = store.find(self._key)
+        self._mapped_huge = self._file is not None and mapped_in_huge_pages(self._file.map, MAX_HUGE_BYTES)
         if self._file is not None:
             try:
                 content = self._file.header.content
                 self._stored = [StoredMatrix.parse(one, self._file.header.data_bytes) for one in content["matrices"]]
-                self._roles = dict(content["roles"])
-            except (ValueError, KeyError, TypeError) as error:
+                self._roles = {role: (self._stored[index], *use) for role, (index, *use) in content["roles"].items()}
+            except (LookupError, ValueError, TypeError, AttributeError) as error:
                 self._report_damage(f"its header is of another form ({error})")
 
     def restore(self, role: str) -> tuple[LinearFn, str] | None:
         """The kernel of a role and the description of its weight; None if no intact file has it."""
         if role not in self._roles:
             return None
-        index, kind, detail, more = self._roles[role]
-        if index not in self._restored:
-            self._restored[index] = self._restore_matrix(self._stored[index])
-        matrix = self._restored[index]
+        stored, kind, detail, more = self._roles[role]
+        if stored not in self._restored:
+            self._restored[stored] = self._restore_matrix(stored)
+        matrix = self._restored[stored]
         if matrix is None:
             return None
         kernel: LinearFn
@@ -267,10 +271,8 @@ class CpuPackedCopy:
         kept, new = self._kept, self._kept.keys() != self._roles.keys() or None in self._restored.values()
         self._kept, self._restored, self._file = {}, {}, None
         regions, self._regions = self._regions, {}
-        if (
-            not new
-            or sum(matrix.nbytes for matrix in {_matrix_of(kernel) for kernel, _ in kept.values()}) < MIN_COPY_BYTES
-        ):
+        nbytes = sum(matrix.nbytes for matrix in {_matrix_of(kernel) for kernel, _ in kept.values()})
+        if not new or nbytes < MIN_COPY_BYTES:
             return None
         thread = threading.Thread(target=self._write, args=(kept, regions), name="exlm-packed-copy")
         try:
@@ -285,9 +287,11 @@ class CpuPackedCopy:
         region = torch.frombuffer(mapped, dtype=torch.uint8, count=stored.nbytes, offset=stored.offset)
         if hasattr(mmap, "MADV_WILLNEED"):
             mapped.madvise(mmap.MADV_WILLNEED, stored.offset, stored.nbytes)
-        huge = self._arena.allocate_huge(stored.nbytes)
+        huge = None if self._mapped_huge else self._arena.allocate_huge(stored.nbytes)
         if huge is not None:
-            region = huge.copy_(region)
+            # Not torch's copy_, whose threads wait for each other: the readers are threads already.
+            ctypes.memmove(huge.data_ptr(), region.data_ptr(), stored.nbytes)
+            region = huge
             if hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED, stored.offset, stored.nbytes)
         if _checksum(region) != stored.checksum:
@@ -340,21 +344,47 @@ def _describe(kernel: Any, detail: str, matrices: Sequence[PackedMatrix]) -> tup
     return index, "linear", detail, None
 
 
+class _AlignedWriter:
+    """Writes to a file in pieces of WRITE_BYTES, from its beginning."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self._staging = torch.empty(WRITE_BYTES, dtype=torch.uint8)
+        self._used = 0
+
+    def write(self, data: Tensor) -> None:
+        """Add bytes."""
+        while len(data):
+            count = min(len(data), WRITE_BYTES - self._used)
+            self._staging[self._used : self._used + count] = data[:count]
+            self._used, data = self._used + count, data[count:]
+            if self._used == WRITE_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is left."""
+        write_all(self._file, self._staging[: self._used].numpy().data)
+        self._used = 0
+
+
 def _fill(
     matrices: Sequence[PackedMatrix], regions: Sequence[Region], roles: Mapping[str, object]
 ) -> Callable[[FileIO], object]:
     """Writes the regions; returns the header's part."""
 
     def fill(file: FileIO) -> object:
-        staging, stored = torch.empty(STAGING_BYTES, dtype=torch.uint8), []
+        chunk_memory, writer = torch.empty(CHUNK_BYTES, dtype=torch.uint8), _AlignedWriter(file)
+        stored, end = [], 0
         for matrix, region in zip(matrices, regions, strict=True):
-            offset, checksum = file.tell(), _Checksum()
-            for chunk in region.chunks(staging):
+            checksum = _Checksum()
+            for chunk in region.chunks(chunk_memory):
                 checksum.update(chunk)
-                write_all(file, chunk.numpy().data)
-            sizes = (offset, region.nbytes, len(region.structs))
+                writer.write(chunk)
+            sizes = (end, region.nbytes, len(region.structs))
             shape = (matrix.in_features, matrix.out_features)
             stored.append((*sizes, region.relocations, *shape, checksum.hexdigest()))
+            end += region.nbytes
+        writer.flush()
         return {"matrices": stored, "roles": roles}
 
     return fill
