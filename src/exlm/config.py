@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from . import env, families, spec
 from .checkpoint import Checkpoint, GgufCheckpoint, GgufFile, SafetensorsCheckpoint, SafetensorsFolder
@@ -48,6 +48,7 @@ class FrozenConfig:
     max_attention_size: int
     device: str | None
     dtype: str | None
+    cpu_activation_bits: Literal[16, 8]
     stored_dtype: str | None
     quantization: QuantizationConfig | None = None
 
@@ -108,6 +109,7 @@ class Config:
         self.model_dir: str | None = None if model_dir is None else str(model_dir)
         self.device: str | None = env.default_device()  # None: the first GPU, else the CPU
         self.dtype: str | None = None  # None: chosen by device
+        self.cpu_activation_bits = 16  # of products with quantised weights on a CPU; 8: faster prompts, less exact
         self.max_seq_len = 2048
         self.max_batch_size = 1
         self.max_input_len = DEFAULT_CHUNK_SIZE
@@ -195,6 +197,8 @@ class Config:
                 raise InputError(f"config.{name} must be a whole number of at least 1, found {value!r}.")
         if self.max_output_len is not None and self.max_output_len < 1:
             raise InputError(f"config.max_output_len must be at least 1, or None; found {self.max_output_len!r}.")
+        if self.cpu_activation_bits not in (8, 16):
+            raise InputError(f"config.cpu_activation_bits must be 16 or 8, found {self.cpu_activation_bits!r}.")
         if self.load_in_q4:
             raise InputError("config.load_in_q4 is not supported: quantise the model to a real 4-bit format instead.")
         quantization = self._read_quantization()
@@ -209,6 +213,7 @@ class Config:
             max_attention_size=self.max_attention_size,
             device=None if self.device is None else str(self.device),  # a torch.device or torch.dtype is accepted
             dtype=None if self.dtype is None else str(self.dtype),
+            cpu_activation_bits=8 if self.cpu_activation_bits == 8 else 16,
             stored_dtype=None if is_quantized else self.stored_dtype,  # packed weights are float16
             quantization=quantization,
         )

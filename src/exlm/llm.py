@@ -144,7 +144,8 @@ class LLM:
     all requests share, rounded up to pages of 256; the default is `max_seq_len`. `cache_type` is its format:
     "fp16" has 16 bits, on a CPU too, the others have fewer. `draft` is a smaller model with the same
     vocabulary for speculative decoding, or "ngram"; both change the speed and never a greedy text. `device`
-    and `dtype` are as in `Config`, `max_batch_size` as in `Generator`; `progress` shows progress bars.
+    and `dtype` are as in `Config`, and so is `cpu_activation_bits`: 8 reads prompts faster on a CPU, less exactly.
+    `max_batch_size` is as in `Generator`; `progress` shows progress bars.
 
     Several threads may call it; their requests run in one batch.
     """
@@ -161,17 +162,19 @@ class LLM:
         draft: str | Path | None = None,
         max_batch_size: int | None = None,
         progress: bool = False,
+        cpu_activation_bits: int | None = None,
     ) -> None:
         if cache_type not in CACHES:
             raise InputError(f"cache_type must be one of {', '.join(CACHES)}, found {cache_type!r}.")
-        self.config = _make_config(model, max_seq_len, device, dtype, progress)
+        compute = device, dtype, cpu_activation_bits
+        self.config = _make_config(model, max_seq_len, *compute, progress)
         self.tokenizer = Tokenizer(self.config)
         num_tokens = self.config.max_seq_len if cache_tokens is None else whole_number("cache_tokens", cache_tokens, 1)
         tokens = -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
         draft_options: dict[str, Any] = {"use_ngram_draft": draft == "ngram"}
         if draft is not None and draft != "ngram":
             # Drafts beyond the length that the draft model was trained for only cost a little time.
-            draft_config = _make_config(draft, self.config.max_seq_len, device, dtype, progress)
+            draft_config = _make_config(draft, self.config.max_seq_len, *compute, progress)
             self.tokenizer.check_draft(draft_config)
             draft_parts = _load_model(draft_config, CACHES[cache_type], tokens, progress)
             draft_options = dict(zip(("draft_model", "draft_cache"), draft_parts, strict=True))
@@ -437,10 +440,17 @@ class LLM:
 
 
 def _make_config(
-    model: str | Path | Config | None, max_seq_len: int | None, device: str | None, dtype: str | None, progress: bool
+    model: str | Path | Config | None,
+    max_seq_len: int | None,
+    device: str | None,
+    dtype: str | None,
+    cpu_activation_bits: int | None,
+    progress: bool,
 ) -> Config:
     config = model if isinstance(model, Config) else Config(find_model(model, progress=progress))
     config.device, config.dtype = device or config.device, dtype or config.dtype
+    if cpu_activation_bits is not None:
+        config.cpu_activation_bits = cpu_activation_bits
     if max_seq_len is not None:
         config.max_seq_len = max_seq_len
     elif config is not model:

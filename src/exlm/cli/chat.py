@@ -16,7 +16,7 @@ from exlm import ExlmError, InputError, env
 
 from .conversation import Conversation, check_setting_name
 from .input import MessageReader, SigintHandler, check_utf8
-from .model_options import MODEL_HELP, Device, Dtype
+from .model_options import MODEL_HELP, CpuActivationBits, Device, Dtype
 from .model_session import ModelSession, Temperature, TopP
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def chat(
     context: Context = None,
     device: Device = None,
     dtype: Dtype = None,
+    cpu_activation_bits: CpuActivationBits = 16,
     stats: Stats = False,
     no_history: NoHistory = False,
     quiet: Quiet = False,
@@ -68,7 +69,9 @@ def chat(
         raise InputError("--max-new-tokens and --context must be at least 1, the temperature at least 0.")
     settings = exlm.Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
     settings.check()
-    session = ModelSession.open(model, max_seq_len=None, device=device, dtype=dtype, quiet=quiet)
+    session = ModelSession.open(
+        model, max_seq_len=None, device=device, dtype=dtype, cpu_activation_bits=cpu_activation_bits, quiet=quiet
+    )
     _choose_template(session, template)
     if system is None and session.chat_format is not None:
         system = session.chat_format.default_system

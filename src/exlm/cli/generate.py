@@ -13,7 +13,7 @@ from rich.console import Console
 from exlm import InputError
 
 from .input import check_utf8
-from .model_options import Device, Dtype
+from .model_options import CpuActivationBits, Device, Dtype
 from .model_session import ModelSession, Temperature, TopP
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print the text only: no progress, no statistics.")]
@@ -37,6 +37,7 @@ def generate(
     max_seq_len: Annotated[int | None, typer.Option(min=1, help="Context length, instead of the model's.")] = None,
     device: Device = None,
     dtype: Dtype = None,
+    cpu_activation_bits: CpuActivationBits = 16,
     quiet: Quiet = False,
 ) -> None:
     """Answer a prompt, or continue it with --raw.
@@ -53,7 +54,14 @@ def generate(
             "for the default model, give - and write it to standard input."
         )
     model, prompt = words if len(words) == 2 else (None, words[0])
-    session = ModelSession.open(model, max_seq_len=max_seq_len, device=device, dtype=dtype, quiet=quiet)
+    session = ModelSession.open(
+        model,
+        max_seq_len=max_seq_len,
+        device=device,
+        dtype=dtype,
+        cpu_activation_bits=cpu_activation_bits,
+        quiet=quiet,
+    )
     text = check_utf8(sys.stdin.read() if prompt == "-" else prompt)
     if raw or not session.tokenizer.has_chat_template:
         if system is not None:

@@ -25,6 +25,9 @@ MODEL_HELP = "A folder, a .gguf file or owner/name on the Hub; a small default m
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]
 Dtype = Annotated[str | None, typer.Option(help="Compute precision: float32, float16 or bfloat16.")]
+CpuActivationBits = Annotated[
+    int, typer.Option(metavar="16 or 8", help="On a CPU: bits of activations. 8 reads prompts faster, less exactly.")
+]
 Name = Annotated[str | None, typer.Option(help="The model's name in requests; default: that of its file.")]
 Adapters = Annotated[
     list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter, by the name that requests use.")
@@ -51,6 +54,7 @@ class ModelOptions:
     cache_type: Annotated[str, typer.Option(help="Type of the KV cache: fp16, q8, q6, q4 or fp8.")] = "fp16"
     device: Device = None
     dtype: Dtype = None
+    cpu_activation_bits: CpuActivationBits = 16
     draft: Annotated[
         str | None,
         typer.Option(help="A draft model, ngram or none; default: ngram on a CPU, while one sequence decodes."),
@@ -79,6 +83,7 @@ class ModelOptions:
             cache_type=self.cache_type,
             device=self.device,
             dtype=self.dtype,
+            cpu_activation_bits=self.cpu_activation_bits,
             max_batch_size=self.max_batch_size,
             **more,
         )

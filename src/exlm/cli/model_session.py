@@ -41,11 +41,19 @@ class ModelSession:
 
     @classmethod
     def open(
-        cls, name: str | None, *, max_seq_len: int | None, device: str | None, dtype: str | None, quiet: bool
+        cls,
+        name: str | None,
+        *,
+        max_seq_len: int | None,
+        device: str | None,
+        dtype: str | None,
+        quiet: bool,
+        cpu_activation_bits: int = 16,
     ) -> ModelSession:
         """Find a model and read its config and tokenizer."""
         config = exlm.Config(exlm.find_model(name, progress=not quiet))
         config.device, config.dtype = device or config.device, dtype
+        config.cpu_activation_bits = cpu_activation_bits
         config.max_seq_len = max_seq_len or config.max_seq_len
         return cls(config, quiet)
 

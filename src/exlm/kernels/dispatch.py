@@ -9,14 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
 
 from .. import env
 from ..errors import Unsupported
-from .interface import Backend, EmbeddingFn, LinearFn, PackedCopy, SupportsFusion, SupportsPackedCopies
+from .interface import (
+    ActivationBits,
+    Backend,
+    EmbeddingFn,
+    LinearFn,
+    PackedCopy,
+    SupportsFusion,
+    SupportsPackedCopies,
+)
 from .packed_store import PACKED_FOLDER, PackedStore
 from .reference import ReferenceBackend
 
@@ -126,11 +134,12 @@ class BackendList:
         return "\n".join(lines)
 
 
-def backends_for(device: torch.device, dtype: torch.dtype) -> BackendList:
+def backends_for(device: torch.device, dtype: torch.dtype, cpu_activation_bits: ActivationBits = 16) -> BackendList:
     """The backends for a device, the fastest first; plain torch is always among them."""
     backends: list[Backend] = []
     unavailable: list[str] = []
-    factories = (("cuda", _cuda), ("triton", _triton)) if device.type == "cuda" else (("cpu", _cpu),)
+    cpu = partial(_cpu, activation_bits=cpu_activation_bits)
+    factories = (("cuda", _cuda), ("triton", _triton)) if device.type == "cuda" else (("cpu", cpu),)
     for name, make in factories:
         try:
             backends.append(make(device, dtype))
@@ -147,13 +156,13 @@ def _warn_once(name: str, reason: str) -> None:
     log.warning("the %s kernels cannot be used, which makes everything slower: %s", name, reason)
 
 
-def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
+def _cpu(device: torch.device, dtype: torch.dtype, activation_bits: ActivationBits) -> Backend:
     """The CPU backend; `Unsupported` says why not."""
     if not env.cpu_enabled():
         raise BackendDisabled("switched off by EXLM_CPU=0")
     from .cpu import CpuBackend
 
-    return CpuBackend(device, dtype, env.cache_folder() / "kernels")
+    return CpuBackend(device, dtype, env.cache_folder() / "kernels", activation_bits=activation_bits)
 
 
 def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:

@@ -50,6 +50,10 @@ MAX_DEQUANT_BYTES = 1 << 28
 """Bytes up to which packed matrices are dequantised side by side for one GEMM; larger ones gain nothing."""
 
 
+ActivationBits = Literal[16, 8]
+"""Bits to which a backend may round the activations of a product with quantised weights."""
+
+
 class NormPrologue(NamedTuple):
     """A norm that the matrices after it apply to their input."""
 

@@ -245,7 +245,7 @@ def load_modules(
     for device_info in module_devices:
         if id(device_info) not in backends_by_device:
             disable_broken_amx(device_info.device, dtype)
-            backends_by_device[id(device_info)] = backends_for(device_info.device, dtype)
+            backends_by_device[id(device_info)] = backends_for(device_info.device, dtype, config.cpu_activation_bits)
     module_backends = [backends_by_device[id(device_info)] for device_info in module_devices]
     builder = Builder(config.spec, source, module_backends, config.max_seq_len, has_embedding, has_head)
     total, steps = len(builder), builder.build()

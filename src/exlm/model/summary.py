@@ -87,7 +87,7 @@ def summarize(config: FrozenConfig, source: WeightSource) -> Summary:
     for matrix in matrices(config.spec):
         tied = matrix.role == "head" and config.spec.head.tied and not source.has("head")
         described[matrix] = (TIED_FORM, 0) if tied else source.describe(matrix.role)
-    backends = _backend_by_form(described, source, backends_for(device, dtype))
+    backends = _backend_by_form(described, source, backends_for(device, dtype, config.cpu_activation_bits))
     return Summary(
         spec=config.spec,
         device=str(device),

@@ -29,6 +29,7 @@ class ModelSpec:
     cache_type: str = "fp16"
     device: str | None = None
     dtype: str | None = None
+    cpu_activation_bits: int | None = None
     draft: str | None = None
     max_batch_size: int | None = None
     loras: Mapping[str, str] = field(default_factory=dict)
@@ -83,6 +84,7 @@ def load(spec: ModelSpec, progress: bool = False, tensor_parallel: int = 1) -> G
 def _config(spec: ModelSpec, path: str | None, max_seq_len: int | None, progress: bool) -> Config:
     config = Config(find_model(path, progress=progress))
     config.device, config.dtype = spec.device or config.device, spec.dtype or config.dtype
+    config.cpu_activation_bits = spec.cpu_activation_bits or config.cpu_activation_bits
     config.max_seq_len = max_seq_len or min(config.max_seq_len, DEFAULT_MAX_SEQ_LEN)
     return config
 

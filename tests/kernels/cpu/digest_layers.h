@@ -189,7 +189,7 @@ static void case_layer(int n) {
     int inputs[] = {width, width, width, q_width, width, width, hidden};
     int outputs[] = {q_width, kv_heads * 64, kv_heads * 64, width, hidden, hidden, width};
     Matrix m[7];
-    for (int i = 0; i < 7; i++) m[i] = random_matrix(inputs[i], outputs[i], n + i, 0)->matrix;
+    for (int i = 0; i < 7; i++) m[i] = random_matrix(inputs[i], outputs[i], n + i, 0, n % 4 == 3 ? 1 : 2)->matrix;
     Layer job = {.attention = {.params = random_params(kv_heads, heads_per_kv, 64, n)}};
     job.rows = rows * tokens;
     job.width = width;

@@ -48,11 +48,11 @@ static int fill_row_of_k(const int *sizes, int groups, int pack_rows, int32_t *r
     return count;
 }
 
-static int fill_spans(const int32_t *group_of_kblock, int kblocks, GroupSpan *spans) {
+static int fill_spans(const int32_t *group_of_kblock, int kblocks, int max_span, GroupSpan *spans) {
     int count = 0;
     for (int n = 0; n < kblocks; n++) {
         GroupSpan *last = spans + count - 1;
-        if (count && last->group == group_of_kblock[n] && last->kblocks < MAX_SPAN)
+        if (count && last->group == group_of_kblock[n] && last->kblocks < max_span)
             last->kblocks++;
         else
             spans[count++] = (GroupSpan){n, 1, group_of_kblock[n]};
@@ -75,7 +75,7 @@ static Segment random_segment(RandomMatrix *r, int number, int inputs, int store
     uint32_t *codes = random_bytes(4l * ((inputs * stored_bits + 31) / 32) * m->outputs, 255);
     Segment s = {.bits = bits, .packs = count / pack_rows, .groups = groups, .spans = spans, .first_k = m->k_padded};
     s.codes = allocate((size_t)((m->outputs + 31) / 32 * 32l * count * bits / 8 + 8192));
-    s.span_count = fill_spans(group_of_kblock, count / KBLOCK, spans);
+    s.span_count = fill_spans(group_of_kblock, count / KBLOCK, m->act_bytes == 1 ? MAX_BYTE_SPAN : MAX_SPAN, spans);
     s.first_span = m->span_count;
     m->span_count += s.span_count;
     s.scales = random_factors(random_int(0, 1) ? F16 : random_int(F16, I8), groups, m->outputs);
@@ -114,13 +114,14 @@ static void random_inputs(Matrix *m, int32_t *input_of_k) {
 }
 
 /* One to three segments. Widths of 2 to 8 bits take turns. */
-static RandomMatrix *random_matrix(int inputs, int outputs, int number, int codebooks) {
+static RandomMatrix *random_matrix(int inputs, int outputs, int number, int codebooks, int act_bytes) {
     int32_t *input_of_k = allocate(2 * MAX_INPUTS * sizeof(int32_t));
     int row = 0, parts = random_int(1, 3);
     Segment *segments = allocate(3 * sizeof(Segment));
     RandomMatrix *r = allocate(sizeof(RandomMatrix));
     Matrix *m = &r->matrix;
     *m = (Matrix){.segments = segments, .inputs = inputs, .outputs = outputs, .round_f16 = random_int(0, 1)};
+    m->act_bytes = act_bytes;
     r->codebooks = codebooks;
     for (int n = 0; n < parts && row < inputs; n++) {
         int rows = n + 1 < parts ? random_int(1, inputs - row) : inputs - row;
@@ -178,13 +179,16 @@ static float quantize_by_definition(const Matrix *m, const float *x, int k, int 
         float size = input < 0 ? 0 : fabsf(x[input]);
         largest = size > largest ? size : largest;
     }
-    if (largest >= ldexpf(1, 27 - 127)) {
+    if (largest >= ldexpf(1, 27 - 127) && m->act_bytes == 1)
+        delta = largest / 127;
+    else if (largest >= ldexpf(1, 27 - 127)) {
         frexpf(largest * 1.00398f, &exponent);
         delta = ldexpf(1, exponent - 15);
     }
     for (int i = 0; i < count; i++) {
         int input = m->input_of_k ? m->input_of_k[k + i] : k + i;
-        q[i] = delta == 0 || input < 0 ? 0 : (int32_t)lrintf(x[input] / delta);
+        float inverse = m->act_bytes == 1 ? 127 / largest : 1 / delta;
+        q[i] = delta == 0 || input < 0 ? 0 : (int32_t)lrintf(x[input] * inverse);
         *sum += q[i];
     }
     return delta;
@@ -278,11 +282,11 @@ static uint64_t run_columns(void *job, int threads) {
     return digest(0, out, (long)m->outputs * m->inputs);
 }
 
-static void case_product(int n, int codebooks) {
+static void case_product(int n, int codebooks, int act_bytes) {
     int inputs = n % 4 ? random_int(1, 200) : random_int(300, 900), outputs = random_int(1, 110);
     int rows = n % 70 == 40 ? 100 : 1 + n % 33; /* 100: more than one block of rows */
     if (rows > 50) inputs = 70;
-    RandomMatrix *r = random_matrix(inputs, outputs, n, codebooks);
+    RandomMatrix *r = random_matrix(inputs, outputs, n, codebooks, act_bytes);
     float *x = random_floats((long)rows * inputs, n % 3 ? 1 : 1e-3f);
     for (int i = 0; i < rows * inputs; i += random_int(1, 400)) x[i] *= 300;
     Product job = {r, x, rows};
@@ -292,10 +296,12 @@ static void case_product(int n, int codebooks) {
     print_digest("columns", 2 + n % 7, inputs, outputs, run_columns, r);
 }
 
-static void case_matrix(int n) { case_product(n, 0); }
+static void case_matrix(int n) { case_product(n, 0, 2); }
+
+static void case_byte_activations(int n) { case_product(n, n % 5 == 2, 1); }
 
 /* The first segment has 4 bits and a codebook, others have other widths. */
-static void case_codebook(int n) { case_product(2 + 7 * n, 1); }
+static void case_codebook(int n) { case_product(2 + 7 * n, 1, 2); }
 
 typedef struct {
     const Matrix *matrix;

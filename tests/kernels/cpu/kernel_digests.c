@@ -27,6 +27,7 @@ int main(void) {
     run_cases(case_attention, 60, 6);
     run_cases(case_layer, 16, 7);
     run_cases(case_codebook, 60, 8);
+    run_cases(case_byte_activations, 140, 10);
     run_cases(case_recurrent, 48, 9);
     return 0;
 }

@@ -90,6 +90,22 @@ def effective_weight(weight: PackedWeight) -> Tensor:
     return replace(weight, dtype=torch.float32).dequantize()
 
 
+def rounded_to_bytes(weight: PackedWeight, x: Tensor) -> Tensor:
+    """The definition of activations of 8 bits: float64 numbers delta * q, with q = round(127 / largest * x).
+
+    A delta, largest / 127, holds for up to 32 stored rows of a group, in the file's order.
+    """
+    order = torch.arange(weight.in_features) if weight.perm is None else weight.perm.long()
+    out, first = torch.zeros_like(x, dtype=torch.float64), 0
+    for size in (size for segment in weight.segments for size in segment.group_sizes):
+        for inputs in order[first : first + size].split(32):
+            largest = x[:, inputs].abs().amax(1, keepdim=True)
+            q = (x[:, inputs] * (127 / largest)).round()
+            out[:, inputs] = torch.where(largest < 2.0**-100, 0.0, q.double() * (largest / 127).double())
+        first += size
+    return out
+
+
 def tolerance(weight: PackedWeight, x: Tensor, absolute: float = 1e-7) -> Tensor:
     """How far a product may be off: float32 sums, and each x by half a step of its largest."""
     sizes = effective_weight(weight).double().abs()

@@ -160,7 +160,7 @@ def test_a_library_with_other_structs_is_refused(library: bindings.Library, monk
         _fields_ = (("segments", ctypes.c_void_p),)
 
     monkeypatch.setattr(bindings, "STRUCTS", (*bindings.STRUCTS, Matrix))
-    with pytest.raises(Unsupported, match="its library has 56 bytes for Matrix, this version 8"):
+    with pytest.raises(Unsupported, match="its library has 64 bytes for Matrix, this version 8"):
         bindings.Library(library.instructions, library.path)
     Matrix.__name__ = "Unknown"
     with pytest.raises(Unsupported, match="its library has -1 bytes for Unknown, this version 8"):

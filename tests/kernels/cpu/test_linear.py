@@ -19,12 +19,14 @@ from exlm.formats.packed import PackedWeight, PlainScales, Segment, pack
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.ops import PackedEmbedding, PackedLinear
 from exlm.kernels.cpu.repack import repack_panels
+from exlm.kernels.interface import ActivationBits
 from tests.kernels.cpu.random_weights import (
     IQ4_CODEBOOK,
     RECIPES,
     Recipe,
     effective_weight,
     random_weight,
+    rounded_to_bytes,
     tolerance,
 )
 
@@ -37,12 +39,13 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def linear(library: Library, weight: PackedWeight, threads: int = 1) -> PackedLinear:
+def linear(library: Library, weight: PackedWeight, threads: int = 1, bits: ActivationBits = 16) -> PackedLinear:
     torch.set_num_threads(threads)
-    return PackedLinear(library, repack_panels(weight, library, HugePageArena()))
+    return PackedLinear(library, repack_panels(weight, library, HugePageArena(), bits))
 
 
 DTYPES = st.sampled_from([torch.float16, torch.float32])
+ACTIVATION_BITS: st.SearchStrategy[ActivationBits] = st.sampled_from([16, 8])
 
 
 @settings(max_examples=60)
@@ -60,6 +63,26 @@ def test_any_matrix(library: Library, recipe: Recipe, dtype: torch.dtype, rows: 
     want = x.double() @ effective_weight(weight).double() + (0 if weight.bias is None else weight.bias)
     error = (linear(library, weight, threads)(x).double() - want).abs()
     assert bool((error <= tolerance(weight, x)).all())
+
+
+@settings(max_examples=60)
+@given(
+    recipe=RECIPES,
+    rows=st.integers(1, 33),
+    threads=st.integers(1, 8),
+    size=st.sampled_from([1.0, 1e-33, 1e30]),
+    seed=st.integers(0, 9999),
+)
+def test_activations_of_8_bits_are_rounded_by_32(
+    library: Library, recipe: Recipe, rows: int, threads: int, size: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    weight = random_weight(replace(recipe, bias=False))
+    x = torch.randn(rows, weight.in_features) * torch.randn(weight.in_features).exp() * size
+    x[:, torch.rand(weight.in_features) < 0.1] = 0
+    rounded, exact = rounded_to_bytes(weight, x), effective_weight(weight).double()
+    error = (linear(library, weight, threads, bits=8)(x).double() - rounded @ exact).abs()
+    assert bool((error <= 1e-6 * (rounded.abs() @ exact.abs()) + 1e-37).all())
 
 
 @settings(max_examples=30)
@@ -131,15 +154,15 @@ def test_every_group_of_32_has_a_scale_of_its_own(
     assert bool(got[:-1].isfinite().all())
 
 
-@settings(max_examples=20)
-@given(recipe=RECIPES, dtype=DTYPES, rows=st.integers(2, 33), seed=st.integers(0, 9999))
+@settings(max_examples=40)
+@given(recipe=RECIPES, dtype=DTYPES, rows=st.integers(2, 33), seed=st.integers(0, 9999), bits=ACTIVATION_BITS)
 def test_a_row_is_the_same_bits_alone_and_in_company(
-    library: Library, recipe: Recipe, dtype: torch.dtype, rows: int, seed: int
+    library: Library, recipe: Recipe, dtype: torch.dtype, rows: int, seed: int, bits: ActivationBits
 ) -> None:
     torch.manual_seed(seed)
     weight = random_weight(recipe, dtype)
     x = torch.randn(rows, weight.in_features)
-    multiply = linear(library, weight)
+    multiply = linear(library, weight, bits=bits)
     alone = torch.cat([multiply(row[None]) for row in x])
     assert torch.equal(multiply(x), alone)
     torch.set_num_threads(3)
@@ -153,6 +176,18 @@ def test_many_rows_are_the_same_bits_too(library: Library, dtype: torch.dtype) -
     assert torch.equal(multiply(x)[[0, 777, 1999]], multiply(x[[0, 777, 1999]]))
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("minima", [False, True])
+def test_more_inputs_than_the_cache_has_room_for(library: Library, bits: ActivationBits, minima: bool) -> None:
+    """Then several panels take a part of the inputs before the next part."""
+    recipe = Recipe(((5, (32,) * 9), (4, (128,) * 72)), 323, minima=minima, bias=True)
+    multiply = linear(library, random_weight(recipe), 2, bits)
+    x = torch.randn(97, 9504)
+    many, few = multiply(x), [0, 50, 96]
+    assert torch.equal(many[few], multiply(x[few]))
+    assert torch.equal(many[few], torch.cat([multiply(row[None]) for row in x[few]]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_every_run_and_every_number_of_threads_gives_the_same(library: Library, dtype: torch.dtype) -> None:
     multiply, x = linear(library, random_weight(WIDE, dtype)), torch.randn(3, 512)
@@ -162,9 +197,10 @@ def test_every_run_and_every_number_of_threads_gives_the_same(library: Library, 
         assert all(torch.equal(multiply(x), first) for _ in range(20))
 
 
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_what_is_not_finite_stays_in_its_row(library: Library, dtype: torch.dtype) -> None:
-    multiply, x = linear(library, random_weight(WIDE, dtype)), torch.randn(4, 512)
+def test_what_is_not_finite_stays_in_its_row(library: Library, dtype: torch.dtype, bits: ActivationBits) -> None:
+    multiply, x = linear(library, random_weight(WIDE, dtype), bits=bits), torch.randn(4, 512)
     want = multiply(x)
     x[1, 7], x[2, 9] = float("nan"), float("inf")
     got = multiply(x)

@@ -43,7 +43,7 @@ library, CPU = Library(sys.argv[1], Path(sys.argv[2])), torch.device("cpu")
 def walk(recipe, rows, threads):
     torch.set_num_threads(threads)
     weight = random_weight(recipe)
-    blocks = repack_panels(weight, library, HugePageArena())
+    blocks = repack_panels(weight, library, HugePageArena(), 8 if rows % 2 else 16)
     assert PackedLinear(library, blocks)(torch.randn(rows, weight.in_features)).isfinite().all()
     PackedEmbedding(library, blocks, torch.float32)(torch.arange(recipe.columns)[None])
     x = torch.randn(rows, recipe.columns)

@@ -49,11 +49,19 @@ class CpuBackend:
     name = "cpu"
     max_fused_tokens = sys.maxsize  # prompts gain by fusion too
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, folder: Path, instructions: str | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        folder: Path,
+        instructions: str | None = None,
+        activation_bits: interface.ActivationBits = 16,
+    ) -> None:
         if dtype is not torch.float32:
             raise Unsupported(f"computes in float32, not in {str(dtype).removeprefix('torch.')}")
         self.device = device
         self.dtype = dtype
+        self._activation_bits = activation_bits
         self._library = load(folder, instructions)
         self._reference = ReferenceBackend(device, dtype)
         self._batch_args = BatchArgsCache()
@@ -82,11 +90,13 @@ class CpuBackend:
 
     def packed_copy(self, store: PackedStore, fingerprint: str, model: str) -> interface.PackedCopy:
         """The packed matrices of a model on disk."""
-        return CpuPackedCopy(store, fingerprint, model, self._library, self._arena)
+        # How a matrix is cut into spans depends on the activations.
+        key = f"{fingerprint} {self._activation_bits}"
+        return CpuPackedCopy(store, key, model, self._library, self._arena)
 
     def _pack(self, weight: Weight) -> PackedMatrix:
         if isinstance(weight, PackedWeight):
-            return repack_panels(weight, self._library, self._arena)
+            return repack_panels(weight, self._library, self._arena, self._activation_bits)
         if isinstance(weight, DenseWeight):
             return pack_dense(weight, self._library, self._arena)
         raise Unsupported("only packed and dense matrices")

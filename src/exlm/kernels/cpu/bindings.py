@@ -68,7 +68,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = (
         *_fields(ctypes.c_void_p, "segments input_of_k bias bf12"),
-        *_fields(ctypes.c_int32, "segment_count inputs outputs k_padded round_f16 span_count"),
+        *_fields(ctypes.c_int32, "segment_count inputs outputs k_padded round_f16 span_count act_bytes"),
     )
 
 

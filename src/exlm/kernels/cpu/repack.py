@@ -34,6 +34,7 @@ from ...errors import Unsupported
 from ...formats import DenseWeight, PackedWeight
 from ...formats.host_buffers import HugePageArena
 from ...formats.packed import KQuantScales, PlainScales, Scales, Segment
+from ..interface import ActivationBits
 from . import bindings
 from .bindings import BF12_DTYPE, C_DTYPES, Library, address
 
@@ -41,8 +42,8 @@ KBLOCK = 16
 PANEL_N, LAST_PANEL_N = 48, 32
 """Outputs of a panel, and of the last one or two, so that padding goes to a multiple of 32 only."""
 
-MAX_SPAN = 16
-"""kblocks whose products of 8-bit codes and 16-bit activations fit an int32 sum."""
+MAX_SPAN = {16: 16, 8: 2}
+"""By bits of an activation: kblocks whose products with 8-bit codes fit an int32 sum, or which share a scale."""
 
 CODEBOOK_BITS = 4
 """Codes of this width may stand for any sixteen bytes: a byte shuffle looks them up (IQ4_NL, IQ4_XS)."""
@@ -86,15 +87,20 @@ class _PackedSegment:
     buffers: tuple[Tensor, ...]
 
 
-def repack_panels(weight: PackedWeight, library: Library, arena: HugePageArena) -> PackedMatrix:
-    """A quantised weight in panels; codes keep their width, and so do two-level scales."""
+def repack_panels(
+    weight: PackedWeight, library: Library, arena: HugePageArena, activation_bits: ActivationBits = 16
+) -> PackedMatrix:
+    """A quantised weight in panels; codes keep their width, and so do two-level scales.
+
+    Its products take activations of so many bits.
+    """
     if weight.dtype not in (torch.float16, torch.float32):
         raise Unsupported(f"its weights are rounded to {str(weight.dtype).removeprefix('torch.')}")
     segments: list[_PackedSegment] = []
     row_of_k: list[Tensor] = []
     row, k, spans = 0, 0, 0
     for stored in weight.segments:
-        segment = _repack_segment(stored, library, arena)
+        segment = _repack_segment(stored, library, arena, MAX_SPAN[activation_bits])
         segment.struct.first_k, segment.struct.first_span = k, spans
         row_of_k.append(torch.where(segment.row_of_k < 0, -1, segment.row_of_k + row))
         segments.append(segment)
@@ -112,12 +118,13 @@ def repack_panels(weight: PackedWeight, library: Library, arena: HugePageArena) 
         k_padded=k,
         round_f16=int(weight.dtype is torch.float16),
         span_count=spans,
+        act_bytes=activation_bits // 8,
     )
     buffers = (structs, input_of_k, bias, *(tensor for segment in segments for tensor in segment.buffers))
     return PackedMatrix(weight.in_features, weight.out_features, matrix, buffers)
 
 
-def _repack_segment(segment: Segment, library: Library, arena: HugePageArena) -> _PackedSegment:
+def _repack_segment(segment: Segment, library: Library, arena: HugePageArena, max_span: int) -> _PackedSegment:
     bits = 8 if segment.bits == 7 else segment.bits
     outputs, pack_rows = segment.codes.shape[1], KBLOCK << (bits & 1)
     row_of_k, group_of_kblock = _pad_groups(segment.group_sizes, pack_rows)
@@ -130,7 +137,7 @@ def _repack_segment(segment: Segment, library: Library, arena: HugePageArena) ->
     scales, scale_buffers = _factor_table(segment.scales, arena)
     minima, minimum_buffers = _factor_table(segment.minimum, arena)
     zeros, zero_buffers = _factor_table(PlainScales(zero) if isinstance(zero, Tensor) else None, arena)
-    spans = arena.copy(_cut_spans(group_of_kblock))
+    spans = arena.copy(_cut_spans(group_of_kblock, max_span))
     struct = bindings.Segment(
         codes=codes.data_ptr(),
         scales=scales,
@@ -166,11 +173,11 @@ def _pad_groups(group_sizes: Sequence[int], pack_rows: int) -> tuple[Tensor, Ten
     return F.pad(row_of_k, (0, missing), value=-1), group_of_kblock.int()
 
 
-def _cut_spans(group_of_kblock: Tensor) -> Tensor:
+def _cut_spans(group_of_kblock: Tensor, max_span: int) -> Tensor:
     """(spans, 3) int32: the first kblock, the number of kblocks and the group of each GroupSpan."""
     sizes = torch.bincount(group_of_kblock)
     in_group = torch.arange(len(group_of_kblock)) - (torch.cumsum(sizes, 0) - sizes)[group_of_kblock]
-    first = (in_group % MAX_SPAN == 0).nonzero().flatten()
+    first = (in_group % max_span == 0).nonzero().flatten()
     kblocks = torch.diff(first, append=torch.tensor([len(group_of_kblock)]))
     return torch.stack((first, kblocks, group_of_kblock[first]), 1).int().contiguous()
 

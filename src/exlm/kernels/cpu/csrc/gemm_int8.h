@@ -20,11 +20,12 @@
 enum { GEMM_BLOCK_M = 96 }; /* rows whose sums of a panel stay in L1 */
 
 /* sums (48) += one row of x times a segment's full panel: the usual widths and factors have code of their own. */
-static void gemv_segment(const GemmArgs *p, const Segment *segment, Panel panel, f32v *sums) {
-    const uint8_t *qact = p->qact + 2l * segment->first_k;
+INLINE void gemv_segment(const GemmArgs *p, int act_bytes, const Segment *segment, Panel panel, f32v *sums) {
+    const uint8_t *qact = p->qact + (long)segment->first_k / KBLOCK * qact_bytes(act_bytes);
     const ActScale *act_scales = p->act_scales + segment->first_span;
     int mode = dequant_mode(segment);
-#define GEMV(bits, has_codebook, mode) gemv_panel(segment, bits, has_codebook, mode, panel, qact, act_scales, sums)
+#define GEMV(bits, has_codebook, mode) \
+    gemv_panel(segment, bits, has_codebook, mode, act_bytes, panel, qact, act_scales, sums)
 #define GEMV_SCALE(bits) GEMV(bits, 0, DEQUANT_SCALE)
 #define GEMV_ANY(bits) GEMV(bits, 0, DEQUANT_ANY)
     if (segment->codebook && mode == DEQUANT_SCALE)
@@ -45,6 +46,18 @@ static void gemv_segment(const GemmArgs *p, const Segment *segment, Panel panel,
 #undef GEMV_ANY
 }
 
+static void gemv_segment_2(const GemmArgs *p, const Segment *segment, Panel panel, f32v *sums) {
+    gemv_segment(p, 2, segment, panel, sums);
+}
+
+#if defined(HAS_BYTE_DOT)
+static void gemv_segment_1(const GemmArgs *p, const Segment *segment, Panel panel, f32v *sums) {
+    gemv_segment(p, 1, segment, panel, sums);
+}
+#else
+#define gemv_segment_1 gemv_segment_2
+#endif
+
 /* sums (rows, outputs of the panel) = the rows of x times a panel, plus the bias. */
 static void panel_product(const GemmArgs *p, int index, float *sums) {
     const Matrix *m = p->matrix;
@@ -54,8 +67,10 @@ static void panel_product(const GemmArgs *p, int index, float *sums) {
     for (const Segment *segment = m->segments; segment < m->segments + m->segment_count; segment++) {
         if (p->rows > 1 || panel.tiles < PANEL_TILES)
             gemm_panel(p, segment, panel, sums);
+        else if (m->act_bytes == 1)
+            gemv_segment_1(p, segment, panel, (f32v *)sums);
         else
-            gemv_segment(p, segment, panel, (f32v *)sums);
+            gemv_segment_2(p, segment, panel, (f32v *)sums);
     }
     for (int row = 0; m->bias && row < p->rows; row++)
         for (int n = 0; n < panel_n && first + n < m->outputs; n++) sums[row * panel_n + n] += m->bias[first + n];
@@ -74,6 +89,8 @@ static void fused_panel(const FusedGemm *group, const GemmArgs *p, int index) {
     Panel panel = panel_at(p->matrix->outputs, index);
     int first = panel.first * TILE_N, panel_n = panel.tiles * TILE_N, outputs = p->matrix->outputs;
     int width = outputs - first < panel_n ? outputs - first : panel_n;
+    for (int row = 0; p->rows > 1 && row < p->rows; row++) /* lines that are far apart and would be waited for */
+        for (int n = 0; n < width; n += LANES) __builtin_prefetch(p->y + (long)row * outputs + first + n, 1);
     panel_product(p, index, sums);
     if (group->gated) {
         panel_product(p + 1, index, up_sums);
@@ -104,7 +121,7 @@ static void fused_chunk(void *job, int chunk) {
 /* Whether two matrices cut k into the same spans, so that quantised activations serve both. */
 static int same_quantization(const Matrix *a, const Matrix *b) {
     if (a->input_of_k || b->input_of_k || a->segment_count > 1 || b->segment_count > 1) return 0;
-    if (a->span_count != b->span_count || a->k_padded != b->k_padded) return 0;
+    if (a->span_count != b->span_count || a->k_padded != b->k_padded || a->act_bytes != b->act_bytes) return 0;
     return !memcmp(a->segments->spans, b->segments->spans, a->span_count * sizeof(GroupSpan));
 }
 
@@ -130,6 +147,8 @@ typedef struct {
     int gated;             /* epilogue: the result of two matrices is silu(first) * second */
 } Fusion;
 
+INLINE size_t qact_row_bytes(const Matrix *m) { return (size_t)m->k_padded / KBLOCK * qact_bytes(m->act_bytes); }
+
 /* ys (one for each result): (rows, outputs) = x (rows, inputs) times matrix + bias. Returns 0, or 1 if there is no
    memory. */
 static int gemm_int8(const Matrix *const *matrices, int count, const float *x, int rows, float *const *ys,
@@ -142,14 +161,14 @@ static int gemm_int8(const Matrix *const *matrices, int count, const float *x, i
         const Matrix *m = matrices[n];
         group.parts[n] = (GemmArgs){.matrix = m, .norm = n ? NULL : fusion.norm, .panels = panel_count(m->outputs)};
         if (!n || !group.gated) group.panels += group.parts[n].panels;
-        bytes += (size_t)block_m * (m->span_count * sizeof(ActScale) + m->k_padded * 2);
+        bytes += (size_t)block_m * (m->span_count * sizeof(ActScale) + qact_row_bytes(m));
     }
     uint8_t *memory = malloc(bytes), *next = memory;
     if (!memory) return 1;
     for (int n = 0; n < count; n++) {
         group.parts[n].act_scales = (ActScale *)next;
         group.parts[n].qact = next + (size_t)block_m * matrices[n]->span_count * sizeof(ActScale);
-        next = group.parts[n].qact + (size_t)block_m * matrices[n]->k_padded * 2;
+        next = group.parts[n].qact + block_m * qact_row_bytes(matrices[n]);
     }
     group.per_chunk = 1 + group.panels / (1 << 12);
     for (int row = 0; row < rows; row += block_m) {

@@ -14,11 +14,11 @@
 enum { KC_KBLOCKS = 8, KC_BYTES = KC_KBLOCKS * PANEL_N * KBLOCK };
 
 /* sums (48) += one row of x times a segment's full panel. */
-INLINE void gemv_panel(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact,
-                       const ActScale *act_scale, f32v *sums) {
+INLINE void gemv_panel(const Segment *segment, int bits, int has_codebook, int mode, int act_bytes, Panel panel,
+                       const uint8_t *qact, const ActScale *act_scale, f32v *sums) {
     panel.tiles = PANEL_TILES;
     for (int first = 0; first < PANEL_REGS; first += GEMV_REGS)
-        gemv_regs(segment, bits, has_codebook, mode, panel, qact, act_scale, first, sums);
+        gemv_regs(segment, bits, has_codebook, mode, act_bytes, panel, qact, act_scale, first, sums);
 }
 
 /* sums (rows, outputs of the panel) += a span's dot products with NR_REGS registers of outputs, dequantised. */
@@ -37,17 +37,17 @@ INLINE void add_dequantized_rows(i32v (*dot)[NR_REGS], const GroupFactors *g, in
 }
 
 /* sums (rows, outputs of the panel) += rows of x, from `row` on, times a KcBlock. */
-INLINE void microkernel(const KcBlock *p, int row, int rows, int panel_regs, float *sums) {
+INLINE void microkernel(const KcBlock *p, int row, int rows, int act_bytes, int panel_regs, float *sums) {
     enum { regs = NR_REGS };
     const i32v *codes = (const i32v *)p->codes;
     for (int first = 0; first < panel_regs; first += NR_REGS) {
         const uint8_t *qact = p->qact;
         const ActScale *act_scale = p->act_scales + row;
         for (int n = 0; n < p->count; n++, act_scale += p->rows) {
-            long step = (long)p->spans[n].kblocks * QACT_BYTES;
+            long step = (long)p->spans[n].kblocks * qact_bytes(act_bytes);
             const GroupFactors *g = p->factors + n;
             i32v dot[MR][NR_REGS];
-            dot_span(codes, qact + row * step, step, rows, dot);
+            dot_span(codes, act_bytes, qact + row * step, step, rows, dot);
             codes += p->spans[n].kblocks * KBLOCK_REGS * NR_REGS;
             qact += step * p->rows;
             if (g->has_zeros || g->shared_zero)
@@ -61,18 +61,24 @@ INLINE void microkernel(const KcBlock *p, int row, int rows, int panel_regs, flo
     }
 }
 
-/* One function for each number of rows. */
+/* One function for each number of rows and bytes of activations. */
 typedef void Microkernel(const KcBlock *, int, int, float *);
-#define ONE(rows)                                                                                                \
-    static __attribute__((noinline)) void microkernel_##rows(const KcBlock *p, int row, int regs, float *sums) { \
-        microkernel(p, row, rows, regs, sums);                                                                   \
+#define ONE(rows, act_bytes)                                                                                    \
+    static __attribute__((noinline)) void microkernel_##rows##_##act_bytes(const KcBlock *p, int row, int regs, \
+                                                                           float *sums) {                       \
+        microkernel(p, row, rows, act_bytes, regs, sums);                                                       \
     }
-ONE(1)
-ONE(2)
-ONE(3)
-ONE(4)
+#define FOUR(act_bytes) ONE(1, act_bytes) ONE(2, act_bytes) ONE(3, act_bytes) ONE(4, act_bytes)
+FOUR(2)
+static Microkernel *const microkernels_2[MR] = {microkernel_1_2, microkernel_2_2, microkernel_3_2, microkernel_4_2};
+#if defined(HAS_BYTE_DOT)
+FOUR(1)
+static Microkernel *const microkernels_1[MR] = {microkernel_1_1, microkernel_2_1, microkernel_3_1, microkernel_4_1};
+#else
+#define microkernels_1 microkernels_2
+#endif
 #undef ONE
-static Microkernel *const microkernels[MR] = {microkernel_1, microkernel_2, microkernel_3, microkernel_4};
+#undef FOUR
 
 /* The operands of some kblocks: (registers / NR_REGS, kblocks, KBLOCK_REGS, NR_REGS); `lookup`: the segment with
    the codebook, or NULL. */
@@ -97,6 +103,7 @@ static void gemm_panel(const GemmArgs *p, const Segment *segment, Panel panel, f
     int passes = (p->rows + MR - 1) / MR, per_pass = (p->rows + passes - 1) / passes;
     int tiles = panel.tiles, panel_regs = tiles * LANE_REGS;
     const uint8_t *codes = panel_codes(segment, panel);
+    Microkernel *const *by_rows = p->matrix->act_bytes == 1 ? microkernels_1 : microkernels_2;
     kc.codes = (const uint8_t *)buffer;
     for (int n = 0; n < segment->span_count;) {
         n += next_kc_block(&kc, p, segment, n, panel, KC_KBLOCKS);
@@ -109,7 +116,7 @@ static void gemm_panel(const GemmArgs *p, const Segment *segment, Panel panel, f
         }
         for (int row = 0; row < p->rows; row += per_pass) {
             int rows = p->rows - row < per_pass ? p->rows - row : per_pass;
-            microkernels[rows - 1](&kc, row, panel_regs, sums + row * panel_regs * VLEN);
+            by_rows[rows - 1](&kc, row, panel_regs, sums + row * panel_regs * VLEN);
         }
     }
 }

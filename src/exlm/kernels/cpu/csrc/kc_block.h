@@ -12,9 +12,9 @@ typedef struct {
     GroupFactors factors[MAX_SPAN]; /* of each span */
     const GroupSpan *spans;
     const uint8_t *codes, *qact;
-    const uint8_t *prefetch; /* what to prefetch meanwhile, prefetch_step bytes with each quad */
+    const uint8_t *prefetch; /* what to prefetch meanwhile, prefetch_stride bytes at a time */
     const ActScale *act_scales;
-    int count, kblocks, rows, prefetch_step; /* count: spans; rows: of each span's qact */
+    int count, kblocks, rows, prefetch_stride; /* count: spans; rows: of each span's qact */
 } KcBlock;
 
 /* Fills kc with the spans from number n on, at least one and up to max_kblocks; returns how many spans. The caller sets
@@ -34,7 +34,7 @@ static int next_kc_block(KcBlock *kc, const GemmArgs *p, const Segment *segment,
     kc->kblocks = kblocks;
     kc->rows = p->rows;
     kc->act_scales = p->act_scales + (long)(segment->first_span + n) * p->rows;
-    kc->qact = p->qact + (2l * segment->first_k + (long)span->kblock * QACT_BYTES) * p->rows;
+    kc->qact = p->qact + (segment->first_k / KBLOCK + (long)span->kblock) * qact_bytes(p->matrix->act_bytes) * p->rows;
     return count;
 }
 

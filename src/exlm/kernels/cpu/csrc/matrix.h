@@ -17,6 +17,7 @@
 
 enum { MAX_FUSED = 3 };                 /* matrices of one fused product */
 enum { MAX_SPAN = 16 };                 /* kblocks whose products of codes and activations fit an int32 sum */
+enum { MAX_BYTE_SPAN = 2 };             /* kblocks that share a scale of one-byte activations */
 enum { BF12_BITS = 12, F16_BITS = 16 }; /* widths of float segments; 2 to 6 and 8 are integers */
 
 /* What a table or a float segment holds. */
@@ -30,8 +31,8 @@ typedef struct {
     int32_t dtype, groups_per_super, super_groups;
 } FactorTable;
 
-/* Up to MAX_SPAN neighbouring kblocks of one group: what is summed in int32 before it is scaled. Activations are
-   quantised by span. */
+/* Neighbouring kblocks of one group: what is summed in int32 before it is scaled. Activations are quantised by span.
+   Up to MAX_SPAN kblocks, or MAX_BYTE_SPAN if activations have one byte. */
 typedef struct {
     int32_t kblock, kblocks, group;
 } GroupSpan;
@@ -63,6 +64,7 @@ typedef struct {
     int32_t segment_count, inputs, outputs, k_padded;
     int32_t round_f16;  /* single columns are rounded to float16, as the format defines; products are not */
     int32_t span_count; /* of all segments; 0: a float matrix */
+    int32_t act_bytes;  /* of a quantised activation: 2 or 1; see quantize_act.h */
 } Matrix;
 
 #endif

@@ -20,8 +20,8 @@ typedef int8x16_t s8x16;
 #define FLIP_SIGNS(a) veorq_u32(a, i8_set1(128))
 
 /* sums += one row of x times GEMV_REGS registers of a segment's full panel. */
-INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact,
-                      const ActScale *act_scale, int first, f32v *sums) {
+INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mode, int act_bytes, Panel panel,
+                      const uint8_t *qact, const ActScale *act_scale, int first, f32v *sums) {
     enum { regs = GEMV_REGS };
     const uint8_t *codes = panel_codes(segment, panel);
     i32v codebook = i32_set1(0);
@@ -29,8 +29,10 @@ INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mo
     for (const GroupSpan *span = segment->spans; span < segment->spans + segment->span_count; span++, act_scale++) {
         i32v high[GEMV_REGS], low[GEMV_REGS];
         EACH_REG(v) high[v] = low[v] = i32_set1(0);
-        for (int kblock = span->kblock; kblock < span->kblock + span->kblocks; kblock++, qact += QACT_BYTES) {
-            s8x16 a = vld1q_s8((const int8_t *)qact), b = vld1q_s8((const int8_t *)qact + KBLOCK);
+        for (int kblock = span->kblock; kblock < span->kblock + span->kblocks; kblock++) {
+            s8x16 a = vld1q_s8((const int8_t *)qact), b = a;
+            if (act_bytes == 2) b = vld1q_s8((const int8_t *)qact + KBLOCK);
+            qact += qact_bytes(act_bytes);
             if (bits < 8 && !first) prefetch_codes(codes, bits, kblock, PREFETCH_BYTES);
             EACH_REG(v) {
                 i32v quads[QUADS];
@@ -39,19 +41,19 @@ INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mo
                     lookup_quads(codebook, quads);
                 else if (bits == 8)
                     EACH_QUAD(q) quads[q] = FLIP_SIGNS(quads[q]);
-                INT_DOT(high[v], quads[0], a, 0);
-                INT_DOT(low[v], quads[0], b, 0);
-                INT_DOT(high[v], quads[1], a, 1);
-                INT_DOT(low[v], quads[1], b, 1);
-                INT_DOT(high[v], quads[2], a, 2);
-                INT_DOT(low[v], quads[2], b, 2);
-                INT_DOT(high[v], quads[3], a, 3);
-                INT_DOT(low[v], quads[3], b, 3);
+#define ADD_QUAD(q)                   \
+    INT_DOT(high[v], quads[q], a, q); \
+    if (act_bytes == 2) INT_DOT(low[v], quads[q], b, q);
+                ADD_QUAD(0)
+                ADD_QUAD(1)
+                ADD_QUAD(2)
+                ADD_QUAD(3)
+#undef ADD_QUAD
             }
         }
         EACH_REG(v) {
             GroupFactors g;
-            i32v dot = i32_add(i32_shl(high[v], 8), low[v]);
+            i32v dot = act_bytes == 1 ? high[v] : i32_add(i32_shl(high[v], 8), low[v]);
             load_group_factors_reg(&g, segment, mode, panel, span->group, first + v);
             if (g.has_zeros || g.shared_zero) dot = i32_add(dot, zero_correction(&g, first + v, act_scale));
             sums[first + v] = add_dequantized(sums[first + v], dot, &g, first + v, act_scale);
@@ -65,15 +67,16 @@ INLINE void store_operands(const i32v *quads, int flip_signs, i32v *to) {
 }
 
 /* dot = the kblocks of a span, of some rows `step` bytes apart, times NR_REGS registers of outputs: all high bytes,
-   then all low. */
-INLINE void dot_span(const i32v *codes, const uint8_t *qact, long step, int rows, i32v (*dot)[NR_REGS]) {
+   then all low, or only bytes. */
+INLINE void dot_span(const i32v *codes, int act_bytes, const uint8_t *qact, long step, int rows,
+                     i32v (*dot)[NR_REGS]) {
     enum { regs = NR_REGS };
     EACH_ROW(r)
         EACH_REG(v) dot[r][v] = i32_set1(0);
-    for (int byte = 0; byte < 2; byte++) {
+    for (int byte = 0; byte < act_bytes; byte++) {
         const i32v *at = codes;
         const uint8_t *x_bytes = qact + byte * KBLOCK, *end = x_bytes + step;
-        for (; x_bytes < end; x_bytes += QACT_BYTES) {
+        for (; x_bytes < end; x_bytes += qact_bytes(act_bytes)) {
             s8x16 x[MR];
             EACH_ROW(r) x[r] = vld1q_s8((const int8_t *)x_bytes + r * step);
 #define ADD_QUAD(q)                                     \
@@ -88,7 +91,7 @@ INLINE void dot_span(const i32v *codes, const uint8_t *qact, long step, int rows
             ADD_QUAD(3)
 #undef ADD_QUAD
         }
-        if (!byte)
+        if (byte + 1 < act_bytes)
             EACH_ROW(r)
                 EACH_REG(v) dot[r][v] = i32_shl(dot[r][v], 8);
     }

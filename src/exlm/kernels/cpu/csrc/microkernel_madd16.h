@@ -52,15 +52,16 @@ INLINE void dot_kblock(const uint8_t *codes, int bits, int has_codebook, i32v co
 }
 
 /* sums += one row of x times GEMV_REGS registers of a segment's full panel. */
-INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact,
-                      const ActScale *act_scale, int first, f32v *sums) {
+INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mode, int act_bytes, Panel panel,
+                      const uint8_t *qact, const ActScale *act_scale, int first, f32v *sums) {
     enum { regs = GEMV_REGS };
+    const int x_size = qact_bytes(act_bytes);
     const uint8_t *codes = panel_codes(segment, panel) + first * REG_BYTES;
     i32v codebook = has_codebook ? load_codebook(segment) : i32_set1(0);
     for (const GroupSpan *span = segment->spans; span < segment->spans + segment->span_count; span++, act_scale++) {
         i32v dot[GEMV_REGS];
         EACH_REG(v) dot[v] = i32_set1(0);
-        for (int kblock = span->kblock; kblock < span->kblock + span->kblocks; kblock++, qact += QACT_BYTES) {
+        for (int kblock = span->kblock; kblock < span->kblock + span->kblocks; kblock++, qact += x_size) {
             if (bits < 8 && !first) prefetch_codes(codes, bits, kblock, PREFETCH_BYTES);
             if (bits == 4 && !has_codebook)
                 dot_kblock_4bit(codes + (long)kblock * PANEL_N * 8, qact, dot);
@@ -86,7 +87,9 @@ INLINE void store_operands(const i32v *quads, int flip_signs, i32v *to) {
 }
 
 /* dot = the kblocks of a span, of some rows `step` bytes apart, times NR_REGS registers of outputs. */
-INLINE void dot_span(const i32v *codes, const uint8_t *qact, long step, int rows, i32v (*dot)[NR_REGS]) {
+INLINE void dot_span(const i32v *codes, int act_bytes, const uint8_t *qact, long step, int rows,
+                     i32v (*dot)[NR_REGS]) {
+    (void)act_bytes;
     enum { regs = NR_REGS };
     EACH_ROW(r)
         EACH_REG(v) dot[r][v] = i32_set1(0);
