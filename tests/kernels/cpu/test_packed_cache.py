@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from exlm.formats import DenseWeight
 from exlm.formats.host_buffers import HugePageArena
 from exlm.kernels import artifact_cache, packed_store
 from exlm.kernels.cpu import packed_cache
+from exlm.kernels.cpu.backend import CpuBackend
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.ops import PackedEmbedding, PackedLinear, PaddedLinear
 from exlm.kernels.cpu.packed_cache import CpuPackedCopy, make_region
@@ -250,6 +251,16 @@ def test_the_key_tells_files_instruction_sets_and_versions_apart(
     packed_cache._sources_digest.cache_clear()
     assert packed_cache.copy_key(FINGERPRINT, library) != key
     packed_cache._sources_digest.cache_clear()
+
+
+BITS: tuple[Literal[16, 8], ...] = (16, 8)
+
+
+def test_activations_of_one_byte_have_a_copy_of_their_own(store: PackedStore, library: Library) -> None:
+    folder = env.cache_folder() / "kernels"
+    backends = [CpuBackend(torch.device("cpu"), torch.float32, folder, activation_bits=bits) for bits in BITS]
+    copies = [backend.packed_copy(store, FINGERPRINT, MODEL) for backend in backends]
+    assert copies[0]._key != copies[1]._key
 
 
 def test_small_models_and_what_is_no_matrix_are_not_kept(

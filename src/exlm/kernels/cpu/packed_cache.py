@@ -3,8 +3,8 @@
 A matrix is kept as a region, which is the same bytes wherever it is in memory: the C structs with zeros in place of
 pointers, then the buffers that they point to. A relocation gives the place of a pointer in the structs, and where in
 the region it points. At a start the structs are copied and their pointers set; the buffers stay in the map of the
-file if that has huge pages, else they are copied into those of the arena while it has any. A region is verified when it is taken, by a reader thread,
-which also reads its pages ahead of the first pass.
+file if that has huge pages, else they are copied into those of the arena while it has any. A region is verified when it
+is taken, by a reader thread, which also reads its pages ahead of the first pass.
 
     one region, in multiples of REGION_ALIGNMENT bytes
     | Matrix, Segments … | codes | spans | scales … |
