@@ -17,6 +17,7 @@ import mmap
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -146,12 +147,15 @@ def _map_huge(size: int) -> Tensor:
 def mapped_in_huge_pages(mapping: mmap.mmap, size: int) -> bool:
     """Whether the beginning of a mapped file, up to `size` bytes, is mapped in huge pages; reads it.
 
-    Linux does that where the page cache has the file in folios of that size and the file system allows it.
+    Linux does that where the page cache has the file in folios of that size, in which it was written, or is now read
+    because of MADV_HUGEPAGE, and the file system allows it.
     """
     size = min(size, len(mapping))
     if sys.platform != "linux" or size < HUGE_PAGE:
         return False
     address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    with suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     if address % HUGE_PAGE or _libc().madvise(address, size, _POPULATE_READ):
         return False
     try:

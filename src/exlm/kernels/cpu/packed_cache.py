@@ -285,7 +285,7 @@ class CpuPackedCopy:
         assert self._file is not None  # it has roles
         mapped = self._file.map
         region = torch.frombuffer(mapped, dtype=torch.uint8, count=stored.nbytes, offset=stored.offset)
-        if hasattr(mmap, "MADV_WILLNEED"):
+        if hasattr(mmap, "MADV_WILLNEED") and not self._mapped_huge:  # it would read small folios
             mapped.madvise(mmap.MADV_WILLNEED, stored.offset, stored.nbytes)
         huge = None if self._mapped_huge else self._arena.allocate_huge(stored.nbytes)
         if huge is not None:
