@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from exlm import Cache, Config, Generator, InputError, Model, Tokenizer
+from exlm import Cache, Config, Generator, InputError, Model, Tokenizer, env
+from exlm.bench import mix_comparison
 from exlm.bench.gguf_mix import Mix, MixMatrix, random_blocks, write_mix
 from exlm.bench.shapes import MIXES, SHAPES
 from exlm.checkpoint.gguf_file import read_gguf_header
 from exlm.formats import gguf as gguf_format
+from exlm.kernels.packed_store import PACKED_FOLDER, PackedStore, write_all
 
 LLAMA_8B, TINYLLAMA, LLAMA_70B = (SHAPES[name] for name in ("llama-3-8b", "tinyllama-1.1b", "llama-3-70b"))
 
@@ -138,3 +141,18 @@ def test_what_a_mix_cannot_be_is_refused() -> None:
         Mix("q4", TINYLLAMA)
     with pytest.raises(InputError, match="dense Llama shapes"):
         Mix("q4_k_m", SHAPES["mixtral-8x7b"])
+
+
+def test_packed_matrices_of_a_measured_file_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXLM_CACHE", str(tmp_path / "cache"))
+    store = PackedStore(env.cache_folder() / PACKED_FOLDER, env.packed_cache_bytes())
+    measured, other = tmp_path / "measured.gguf", tmp_path / "other.gguf"
+
+    def fill(file: Any) -> object:
+        write_all(file, memoryview(bytes(4096)))
+        return {}
+
+    for key, path in (("a" * 32, measured), ("b" * 32, other)):
+        assert store.write(key, str(path), 4096, fill)
+    mix_comparison._remove_packed_copies(measured)
+    assert [entry.model for entry in store.entries()] == [str(other)]

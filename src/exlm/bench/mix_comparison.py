@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import env
+from ..kernels.packed_store import PACKED_FOLDER, PackedStore
 from .benchmark import measure_int8_peak, measure_read_bandwidth
 from .comparison import compare
 from .gguf_mix import Mix, write_mix
@@ -31,14 +34,16 @@ def compare_mixes(
 ) -> Iterator[MixResult]:
     """A result for each mix and number of threads, as soon as it is there.
 
-    A mix's file is written once, to a temporary folder, and deleted when it has been measured. The limits are measured
-    before each turn, with as many threads, and are the best so far: other programs only make them look lower.
+    A mix's file is written once, to a temporary folder, and deleted when it has been measured, as are the packed
+    matrices that exlm kept of it. The limits are measured before each turn, with as many threads, and are the best so
+    far: other programs only make them look lower.
     """
     limits = {count: _Limits(count) for count in threads}
     total = len(mixes) * len(threads) * turns * len(only)
     for number, mix in enumerate(mixes):
-        with tempfile.TemporaryDirectory(prefix="exlm-bench-") as folder:
+        with tempfile.TemporaryDirectory(prefix="exlm-bench-") as folder, ExitStack() as stack:
             path = Path(folder) / f"{mix.name}.gguf"
+            stack.callback(_remove_packed_copies, path)
             done = number * len(threads) * turns * len(only)
             on_progress(f"{mix.name}: writing the file", done, total)
             write_mix(path, mix)
@@ -46,6 +51,14 @@ def compare_mixes(
                 step = partial(_forward_progress, on_progress, f"{mix.name}, threads: {count}", done, total)
                 yield _measure(path, mix, limits[count], turns, pythons, step, only)
                 done += turns * len(only)
+
+
+def _remove_packed_copies(path: Path) -> None:
+    """Remove from the cache folder what starts with this file left there."""
+    store = PackedStore(env.cache_folder() / PACKED_FOLDER, env.packed_cache_bytes())
+    for entry in store.entries():
+        if entry.model == str(path):
+            store.remove(entry)
 
 
 def _forward_progress(
