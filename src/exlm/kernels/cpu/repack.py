@@ -7,8 +7,8 @@ The way of one weight from a file to a dot product:
         |  padded to kblocks of 16 k                                |  else 16, if they hold every number
         v                                                           v
     panels of 48 outputs (drawn in csrc/w_panels.h)            rows of outputs (drawn in csrc/bf12.h)
-        |  exlm_linear, gemm_int8: activations become 16-bit        |  exlm_linear, gemm_float: float32 FMA
-        |  integers, dot products int32 (csrc/exlm_cpu.c)           |
+        |  exlm_linear, gemm_int8: activations become               |  exlm_linear, gemm_float: float32 FMA
+        |  integers of 16 or 8 bits (csrc/exlm_cpu.c)               |
         v                                                           v
     y (rows, outputs) float32
 

@@ -55,7 +55,20 @@ INLINE void load_group_factors_reg(GroupFactors *out, const Segment *segment, in
 
 INLINE void load_group_factors(GroupFactors *out, const Segment *segment, int mode, Panel panel, int group) {
     int regs = panel.tiles * LANE_REGS;
-    EACH_REG(v) load_group_factors_reg(out, segment, mode, panel, group, v);
+    if (mode) {
+        EACH_REG(v) load_group_factors_reg(out, segment, mode, panel, group, v);
+        return;
+    }
+    int offset = SIGN_OFFSET(segment);
+    out->has_zeros = segment->zeros.dtype;
+    out->has_minima = segment->minima.dtype;
+    out->shared_zero = segment->zero - offset;
+    load_factor_row(&segment->scales, panel, segment->groups, group, out->scale);
+    if (out->has_minima) load_factor_row(&segment->minima, panel, segment->groups, group, out->minimum);
+    if (!out->has_zeros) return;
+    f32v zeros[PANEL_REGS];
+    load_factor_row(&segment->zeros, panel, segment->groups, group, zeros);
+    EACH_REG(v) out->zero[v] = i32_add(i32_from_f32(zeros[v]), i32_set1(-offset));
 }
 
 /* What is added to a dot product for the zero points. */

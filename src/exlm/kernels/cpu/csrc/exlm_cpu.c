@@ -6,8 +6,8 @@
      x (rows, inputs) float32                      codes (words, outputs) as the file has them
            |  quantize_span (quantize_act.h)             |  exlm_repack_panels, once, when the model is loaded
            v                                             v
-     16-bit integers as two bytes, and             panels of 48 outputs, k outermost: w_panels.h has the picture
-     a power of two for each span of k                   |  unpack_kblock: a byte for each code
+     integers of two bytes or one, and             panels of 48 outputs, k outermost: w_panels.h has the picture
+     a scale for each span of k                          |  unpack_kblock: a byte for each code
            |                                             |  lookup_quads: IQ4 codes become codebook bytes
            +---------------------+-----------------------+
                                  |  fused_panel, panel_product: gemv_panel for one row, gemm_panel for several
@@ -22,7 +22,7 @@
      row       a token's activations; also m                     quad    four consecutive k of one output: a 32-bit word
      k, n      input and output of a matrix                      kblock  16 consecutive k: four quads
      group     k that share a scale                              pack    kblocks whose codes fill whole rows of a panel:
-     span      up to 16 kblocks of one group, summed in int32            one, or two of odd widths
+     span      kblocks of one group, summed in int32                     one, or two of odd widths
      segment   a range of k of one bit width (EXL2 has several)  tile    16 outputs; a panel is three tiles or two
      qact      quantised activations                             lane    one of the 16 numbers of a vector (f32x16)
      A row of a panel is one quad of each of its outputs; a stored row is the codes of one input in the file's order.

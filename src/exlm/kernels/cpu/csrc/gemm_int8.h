@@ -17,7 +17,7 @@
 #include "gemm_narrow_simd.h"
 #endif
 
-enum { GEMM_BLOCK_M = 96 }; /* rows whose sums of a panel stay in L1 */
+enum { GEMM_BLOCK_M = 192 }; /* most rows that share unpacked codes; half as many if activations have two bytes */
 
 /* sums (48) += one row of x times a segment's full panel: the usual widths and factors have code of their own. */
 INLINE void gemv_segment(const GemmArgs *p, int act_bytes, const Segment *segment, Panel panel, f32v *sums) {
@@ -153,7 +153,7 @@ INLINE size_t qact_row_bytes(const Matrix *m) { return (size_t)m->k_padded / KBL
    memory. */
 static int gemm_int8(const Matrix *const *matrices, int count, const float *x, int rows, float *const *ys,
                      Fusion fusion, int threads) {
-    int block_m = rows < GEMM_BLOCK_M ? rows : GEMM_BLOCK_M;
+    int max_rows = GEMM_BLOCK_M / (*matrices)->act_bytes, block_m = rows < max_rows ? rows : max_rows;
     size_t bytes = 1;
     FusedGemm group = {.gated = fusion.gated};
     if (fusion.norm) x = fusion.norm->out;

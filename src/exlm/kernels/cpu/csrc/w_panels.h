@@ -143,6 +143,23 @@ INLINE f32v load_factors(const FactorTable *f, Panel panel, int groups, int grou
     return f32_mul(values, f32_load_f16(f->super_scales + super_at));
 }
 
+/* A group's factors for a whole panel. */
+INLINE void load_factor_row(const FactorTable *f, Panel panel, int groups, int group, f32v *out) {
+    int regs = panel.tiles * LANE_REGS;
+    long at = table_offset(panel, groups, group);
+    if (f->dtype == F16)
+        EACH_REG(v) out[v] = f32_load_f16((const uint16_t *)f->table + at + v * VLEN);
+    else if (f->dtype == F32)
+        EACH_REG(v) out[v] = f32_load((const float *)f->table + at + v * VLEN);
+    else if (f->dtype == U8)
+        EACH_REG(v) out[v] = f32_from_i32(i32_load_u8((const uint8_t *)f->table + at + v * VLEN));
+    else
+        EACH_REG(v) out[v] = f32_from_i32(i32_load_i8((const int8_t *)f->table + at + v * VLEN));
+    if (!f->super_scales) return;
+    at = table_offset(panel, f->super_groups, group / f->groups_per_super);
+    EACH_REG(v) out[v] = f32_mul(out[v], f32_load_f16(f->super_scales + at + v * VLEN));
+}
+
 /* Hints that a pack's worth of codes, `ahead` bytes later, will be needed: into L2, because a core can wait for few
    lines when it asks for L1. The hardware prefetcher sees streams of 8-bit codes better by itself. */
 INLINE void prefetch_codes(const uint8_t *codes, int bits, int kblock, int ahead) {
