@@ -146,6 +146,17 @@ def test_invalid_options_are_refused(tmp_path: Path, name: str, value: object) -
         config.freeze()
 
 
+@pytest.mark.parametrize("value", [0, 4, 32, "8", None])
+def test_activations_on_a_cpu_have_16_or_8_bits(tmp_path: Path, value: object) -> None:
+    config = Config(make_folder(tmp_path))
+    assert config.freeze().cpu_activation_bits == 16
+    config.cpu_activation_bits = 8
+    assert config.freeze().cpu_activation_bits == 8
+    config.cpu_activation_bits = value  # type: ignore[assignment]
+    with pytest.raises(InputError, match="cpu_activation_bits must be 16 or 8, found"):
+        config.freeze()
+
+
 @pytest.mark.parametrize("name", ["scale_pos_emb", "scale_alpha_value", "yarn_rope_factor"])
 def test_options_that_are_not_numbers_are_refused(tmp_path: Path, name: str) -> None:
     config = Config(make_folder(tmp_path))

@@ -122,6 +122,9 @@ def test_serve_and_batch_share_the_model_options() -> None:
     other = chosen.additional_model("two", "/models/two")
     assert (other.max_seq_len, other.draft, dict(other.loras)) == (9, None, {})
     assert chosen.main_model(None).name == "default"
+    assert chosen.main_model(None).cpu_activation_bits == 16
+    eight = dataclasses.replace(chosen, cpu_activation_bits=8)
+    assert eight.additional_model("two", "/models/two").cpu_activation_bits == 8
 
 
 def test_serve_starts_and_stops(tmp_path: Path) -> None:
