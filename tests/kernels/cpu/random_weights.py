@@ -100,7 +100,8 @@ def rounded_to_bytes(weight: PackedWeight, x: Tensor) -> Tensor:
     for size in (size for segment in weight.segments for size in segment.group_sizes):
         for inputs in order[first : first + size].split(32):
             largest = x[:, inputs].abs().amax(1, keepdim=True)
-            q = (x[:, inputs] * (127 / largest)).round()
+            inverse = torch.full_like(largest, 127) / largest  # 127 / largest would be 127 * (1 / largest)
+            q = (x[:, inputs] * inverse).round()
             out[:, inputs] = torch.where(largest < 2.0**-100, 0.0, q.double() * (largest / 127).double())
         first += size
     return out
