@@ -541,17 +541,18 @@ class Builder:
         ordered. Kernels whose binding needs much memory are bound by the building thread, one after the
         other.
         """
-        _, in_features, out_features, _ = self._matrices[role]
         backends = self.backends_for(role)
         stream = self._cuda_streams.get(backends.device)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             if (restored := backends.restore(role)) is not None:
                 kernel, record = restored
+                _, in_features, out_features, _ = self._matrices[role]
             else:
                 weight = self.read_weight(role)
                 if not backends.can_bind_concurrently:
                     return partial(self.bind_linear, role, weight)
                 kernel, record = backends.dispatch(role, weight.describe(), lambda backend: backend.linear(weight))
+                in_features, out_features = weight.in_features, weight.out_features  # a shard's
 
         def finish() -> Linear:
             backends.records.append(record)  # here, so that records are in the model's order
