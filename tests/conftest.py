@@ -22,8 +22,6 @@ torch.set_num_threads(1)
 if not (any(map(shutil.which, COMPILERS)) or prebuilt(sets_here()[0]).exists()):
     os.environ.setdefault("EXLM_CPU", "0")  # on purpose, then: or else every program says what it lacks
 
-os.environ.setdefault("EXLM_PACKED_CACHE", "0")  # tests of packed matrices have a folder of their own
-
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")

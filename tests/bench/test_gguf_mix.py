@@ -145,7 +145,6 @@ def test_what_a_mix_cannot_be_is_refused() -> None:
 
 def test_packed_matrices_of_a_measured_file_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("EXLM_PACKED_CACHE", "1G")
     store = PackedStore(env.cache_folder() / PACKED_FOLDER, env.packed_cache_bytes())
     measured, other = tmp_path / "measured.gguf", tmp_path / "other.gguf"
 

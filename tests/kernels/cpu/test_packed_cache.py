@@ -52,11 +52,6 @@ class NoHugePages(HugePageArena):
 
 
 @pytest.fixture(autouse=True)
-def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXLM_PACKED_CACHE", "1G")
-
-
-@pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     artifact_cache.warn_once.cache_clear()
     monkeypatch.setattr(packed_cache, "MIN_COPY_BYTES", 0)
