@@ -37,7 +37,7 @@ from .validation import (
     whole_number,
 )
 
-AUTO_DRAFT_BATCH_SIZE = 1  # on a CPU a pass that verifies drafts of several sequences takes as long as it saves
+AUTO_DRAFT_BATCH_SIZE = 1  # drafts were measured with one sequence only
 DEFAULT_DRAFT_TOKENS = 4  # tokens in a draft, each of which is a pass of the draft model
 CACHE_OVERWRITTEN = (
     "Another caller has written to the cache while this text was generated, and its keys and values are "

@@ -161,7 +161,7 @@ class PackedStore:
         entry.path.unlink(missing_ok=True)
 
     def remove_partial_files(self, key: str | None = None) -> None:
-        """Remove what processes left that were killed, and what is being written for a key, whose lock is held."""
+        """Remove partial files of killed processes, and those of `key`; the caller holds the key's lock."""
         for path in self._paths("", PARTIAL):
             with suppress(OSError):
                 ours = key is not None and path.name.startswith(PARTIAL + key)
